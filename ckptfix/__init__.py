@@ -120,6 +120,8 @@ def __getattr__(name: str) -> Any:
     if home == __name__ and current == name:
         return _resolve(name)
     warnings.warn(
-        f"ckptfix.{name} has moved: from {home} import {current}", DeprecationWarning, stacklevel=2
+        f"ckptfix.{name} has moved; use: from {home} import {current}",
+        DeprecationWarning,
+        stacklevel=2,
     )
     return getattr(import_module(home), current)

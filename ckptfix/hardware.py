@@ -50,10 +50,10 @@ class Distance(Enum):
     """The connection between two devices, in the words of ``nvidia-smi topo -m``."""
 
     PIX = "at most one PCIe bridge"
-    PXB = "several PCIe bridges, not the host's"
-    PHB = "the PCIe host bridge, that is the CPU"
-    NODE = "the interconnect of host bridges within a NUMA node"
-    SYS = "the interconnect of NUMA nodes"
+    PXB = "several PCIe bridges, but no host bridge"
+    PHB = "the PCIe host bridge, which is the CPU"
+    NODE = "the interconnect between host bridges within a NUMA node"
+    SYS = "the interconnect between NUMA nodes"
 
     @property
     def passes_the_cpu(self) -> bool:
@@ -335,11 +335,11 @@ class Ended(Struct, frozen=True, kw_only=True):
             return f"no answer in {self.limit:g} s, so it was killed"
         if self.status < 0:
             with suppress(ValueError):
-                return f"it was ended by {signal.Signals(-self.status).name}"
-            return f"it was ended by signal {-self.status}"
+                return f"it was killed by {signal.Signals(-self.status).name}"
+            return f"it was killed by signal {-self.status}"
         if self.status:
             last = next((line for line in reversed(self.err.splitlines()) if line.strip()), "")
-            return f"it ended with status {self.status}: {last.strip()[:300]}".removesuffix(": ")
+            return f"it exited with status {self.status}: {last.strip()[:300]}".removesuffix(": ")
         return ""
 
 
@@ -448,7 +448,7 @@ class Child:
             if not answer.endswith(b"\n"):
                 ended = self._end(is_late=late.is_set())
         if ended is not None:
-            raise ChildEnded(ended.problem or "it ended early", is_late=late.is_set())
+            raise ChildEnded(ended.problem or "it exited early", is_late=late.is_set())
         return answer
 
     def _end(self, *, is_late: bool = False) -> Ended | None:

@@ -76,7 +76,7 @@ def plain(value: object, at: str = "") -> Any:
         return [plain(one, at) for one in value]
     if callable(value):
         return plain(value(), at)
-    raise TypeError(f"{type(value).__name__} is not a value of JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 @cache

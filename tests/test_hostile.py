@@ -600,7 +600,7 @@ def test_what_is_no_file(
     make(folder / name)
     begin = time.process_time()
     if make is make_folder_with_the_name:
-        with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+        with pytest.raises(UsageError, match="has no checkpoint files"):
             check(folder)
     else:
         assert check(folder).status == 1

@@ -142,9 +142,7 @@ def repaired(root: Path, policy: Policy) -> RepairReceipt | None:
     try:
         return repair(root, policy=policy)
     except RolledBackError as error:
-        if "after the repair there is a new finding" not in str(error) or not (
-            policy.allow or policy.keep
-        ):
+        if "the repair caused a new finding" not in str(error) or not (policy.allow or policy.keep):
             raise
         return None
 

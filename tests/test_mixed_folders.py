@@ -112,9 +112,7 @@ def test_any_folder(tmp_path: Path, seed: int) -> None:
     except RolledBackError as error:
         # Only what the user allowed moves a file next to one of another format, which loaders would
         # take instead.
-        if "after the repair there is a new finding" not in str(error) or not (
-            policy.allow or policy.keep
-        ):
+        if "the repair caused a new finding" not in str(error) or not (policy.allow or policy.keep):
             raise
         assert {
             name: data for name, data in snapshot(tmp_path).items() if ".ckptfix" not in name

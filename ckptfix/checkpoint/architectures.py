@@ -201,15 +201,15 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | Unknown:
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     # The name is printed.
     if not isinstance(name, str) or not name.isidentifier() or len(name) > _LONGEST_NAME:
-        return Unknown(f"{CONFIG} does not name one class")
+        return Unknown(f"{CONFIG} does not name exactly one model class")
     # A class of the folder's own code, which has any keys it likes.
     if config.get("auto_map"):
-        return Unknown(f"{name} is code of the model's own (auto_map)")
+        return Unknown(f"{name} is custom code of the model (auto_map)")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        return Unknown(f"{CONFIG} names no model_type")
+        return Unknown(f"{CONFIG} has no model_type")
     return _architecture(name, model_type) or Unknown(
-        f"transformers {table_version()} has no {name} of this model_type"
+        f"transformers {table_version()} has no class {name} for this model_type"
     )
 
 

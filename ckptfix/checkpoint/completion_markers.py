@@ -150,10 +150,13 @@ def tracker_problem(run: AnyPath) -> str:
     folders = folders_in(run)
     if text == _RELEASE or not (text.isdecimal() and text.isascii()):
         is_known = text == _RELEASE or not text
-        return f"{TRACKER} names {text or 'nothing'}" if is_known and text not in folders else ""
+        if not is_known or text in folders:
+            return ""
+        return f"{TRACKER} names {text}, which does not exist" if text else f"{TRACKER} is empty"
     numbers = {number[1]: name for name in folders if (number := split_number(name)) is not None}
     if not numbers or int(text) in numbers:
         return ""
     return (
-        f"{TRACKER} names {text} (expected the number of a folder, such as {numbers[max(numbers)]})"
+        f"{TRACKER} names {text} (expected the number of an existing checkpoint, such as "
+        f"{numbers[max(numbers)]})"
     )

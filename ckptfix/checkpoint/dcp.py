@@ -498,7 +498,8 @@ def _scan(root: AnyPath, path: PurePosixPath) -> DcpFolder:
     items = _Items(root, path, metadata, files)
     for fqn, key in _unmatched_keys(metadata):
         items.unread[fqn] = (
-            f"{key!r:.200} has no name of a parameter group, so where its name ends is not known"
+            f"{key!r:.200} contains no parameter name from the param groups, so it is not clear "
+            "where its parameter name ends"
         )
     return DcpFolder(
         path=path,
@@ -635,9 +636,9 @@ class _Items:
             if item is not None and path / item.path in files:
                 by_file.setdefault(item.path, []).append(item)
             elif item is None:
-                self.unread[one.fqn] = "the metadata has no place of it"
+                self.unread[one.fqn] = "the metadata has no storage location"
             else:
-                self.unread[one.fqn] = "the file that holds it is missing"
+                self.unread[one.fqn] = "the file is missing"
         for file, items in by_file.items():
             try:
                 with open_reader(root / path / file) as reader:
@@ -647,9 +648,9 @@ class _Items:
                         if left < 0 and item.offset + item.length <= reader.size:
                             # No writer does that; and a few bytes could make a scan read terabytes.
                             self.broken[path / file] = (
-                                f"its items lie over each other, {item.fqn!r:.200} among them"
+                                f"its items overlap, {item.fqn!r:.200} among them"
                             )
-                            why = "it lies over other items, or behind one that does"
+                            why = "items overlap at or before this place in the file"
                             self.unread |= dict.fromkeys((one.fqn for one in items[number:]), why)
                             break
                         self._read(reader, path / file, item)
@@ -666,7 +667,7 @@ class _Items:
                 not isinstance(error, UnsupportedFormat)
                 and item.offset + item.length <= reader.size
             ):
-                self.broken[file] = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
+                self.broken[file] = f"item {item.fqn!r:.200} at byte {item.offset}: {error}"
             return
         if names := _unsafe(found.tree):
             self.unsafe.setdefault(file, []).extend(names)
@@ -681,7 +682,7 @@ class _Items:
         if listed and unknown:
             # What such an object does with the keys in it is unknown without running it.
             self.unread[item.fqn] = (
-                f"its pickle makes an object of {unknown[0]:.200}, which is never done to look"
+                f"the pickle creates a {unknown[0]:.200} object, and ckptfix never runs pickles"
             )
         for path, kind, texts in listed:
             scope = _name_scope(path, kind, (text.value for text in texts))

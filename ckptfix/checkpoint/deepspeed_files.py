@@ -19,6 +19,7 @@ from ckptfix.checkpoint.rank_names import DeepSpeedName, DeepSpeedPart, parse_de
 from ckptfix.errors import OperationError
 from ckptfix.storage.files import AnyPath, names_in, relative, walk
 from ckptfix.storage.reading import read_start
+from ckptfix.wording import count_of
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest
@@ -33,7 +34,7 @@ BESIDE = tuple(
 UNIVERSAL = PurePosixPath("zero")
 """The folder in a universal checkpoint that has a folder for each trained parameter."""
 
-AGAIN = "next: copy all files of one save here again, or use another checkpoint"
+AGAIN = "next: copy all files of one save again, or use another checkpoint"
 
 _STATE = ".pt"
 STEP = re.compile("global_step[0-9]+")
@@ -121,7 +122,7 @@ def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
     if len(tag.parts) > 1 or (tag in folder.subfolders and _is_deepspeed(folder.root / tag)):
         return None
     return newest, (
-        f"it names {text!r:.200}, which is not a DeepSpeed folder here" if text else "it is empty"
+        f"it names {text!r:.200}, which is not a DeepSpeed folder" if text else "it is empty"
     )
 
 
@@ -195,13 +196,16 @@ class DeepSpeedFiles(Struct, frozen=True, kw_only=True):
             missing = [rank for rank in range(min(wanted, have + 1)) if rank not in ranks]
             if not missing and have <= wanted:
                 continue
-            problem = f"{self.folder}: files of {part.value} of {have} ranks, {wanted} saved it; "
+            problem = (
+                f"{self.folder}: {count_of(have, 'file')} of {part.value} (expected {wanted}, one "
+                "per rank); "
+            )
             if not missing:
                 raise OperationError(problem + AGAIN)
             known = parse_deepspeed_name((ranks or self.models)[min(ranks or self.models)])
-            assert known is not None, "listed by this very function"
+            assert known is not None, "list_files accepted the name"
             raise MissingRankError(
-                f"{problem}the first rank without one is {missing[0]}; {AGAIN}",
+                f"{problem}first missing rank: {missing[0]}; {AGAIN}",
                 path=self.folder / str(replace(known, part=part, rank=missing[0])),
                 rank=missing[0],
                 files=max(wanted - have, 1),
@@ -232,13 +236,15 @@ def list_files(folder: AnyPath) -> DeepSpeedFiles:
         )
         rank = name.rank or 0
         if into.setdefault(rank, file) != file:
-            raise _mixed(folder, f"{into[rank]} and {file} are both of rank {rank}")
+            raise _mixed(folder, f"{into[rank]} and {file} both belong to rank {rank}")
     is_universal = not optimizers and (folder / UNIVERSAL).is_dir()
     if uncut and models and not is_universal:
-        raise _mixed(folder, f"{uncut[0]} is of ZeRO-1 or 2, {models[min(models)]} of ZeRO-3")
+        raise _mixed(
+            folder, f"{uncut[0]} is from ZeRO-1 or ZeRO-2, but {models[min(models)]} is from ZeRO-3"
+        )
     if not uncut and not models:
         raise OperationError(
-            f"{folder}: {len(optimizers)} files of optimizers and none of model states; {AGAIN}"
+            f"{folder}: {count_of(len(optimizers), 'optimizer file')}, but no model states; {AGAIN}"
         )
     return DeepSpeedFiles(
         folder=folder,
@@ -285,31 +291,33 @@ def _ensure_kind(folder: AnyPath, names: Collection[DeepSpeedName]) -> None:
     parts = Counter(name.part for name in names)
     if layers := parts[DeepSpeedPart.LAYER]:
         raise other_kind(
-            folder, f"the model is cut into {layers} files of layers, for pipeline parallelism"
+            folder,
+            f"the model is split into {count_of(layers, 'layer file')} for pipeline parallelism",
         )
     if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
             folder,
-            f"{experts} files hold experts of a mixture, which only their ranks can put together",
+            f"MoE experts in {count_of(experts, 'file')}, which only their own ranks can merge",
         )
     if (folder / _ON_NVME).is_dir():
         raise other_kind(
             folder,
-            f"the optimizer and the fp32 weights were offloaded to NVMe ({_ON_NVME}/), in files of "
-            "its swapper",
+            "the optimizer and the fp32 weights were offloaded to NVMe, in DeepSpeed's swap files "
+            f"({_ON_NVME}/)",
         )
     if highest := max((name.model_rank for name in names), default=0):
         raise other_kind(
-            folder, f"the model is cut into {highest + 1} parts, for tensor parallelism"
+            folder, f"the model is split into {highest + 1} parts for tensor parallelism"
         )
 
 
 def other_kind(folder: AnyPath, why: str) -> OtherKindError:
     """Return the error for a kind that is not read."""
     return OtherKindError(
-        f"{folder}: {why}; next: write its weights with the script that saved it, and give me those"
+        f"{folder}: {why}; next: export the weights with the script that saved them, and use the "
+        "exported files"
     )
 
 
 def _mixed(folder: AnyPath, why: str) -> OperationError:
-    return OperationError(f"{folder}: {why}: two saves are mixed; {AGAIN}")
+    return OperationError(f"{folder}: {why}: the files come from two saves; {AGAIN}")

@@ -139,7 +139,7 @@ def read_download(root: AnyPath, names: Iterable[str]) -> Download | None:
             try:
                 files[name] = _record(path)
             except (OSError, ValueError) as error:
-                unusable[name] = f"its record {path.name} {_reason(error)}"
+                unusable[name] = f"its download record {path.name} {_reason(error)}"
         return Download(place, files, unusable)
     tree = _tree(place)
     for name in names:
@@ -153,7 +153,7 @@ def read_download(root: AnyPath, names: Iterable[str]) -> Download | None:
             files[name] = HubFile(etag, place.commit)
         else:
             unusable[name] = (
-                f"its blob is named {etag!r}, which is neither a sha256 nor an id of git"
+                f"its blob is named {etag!r}, which is neither a sha256 nor a git object id"
             )
     return Download(place, files, unusable, frozenset(copied & files.keys()))
 
@@ -197,18 +197,18 @@ def _record(path: AnyPath) -> HubFile:
         raise ValueError(f"has more than {_MAX_RECORD} bytes" if data else "is not a regular file")
     lines = data.decode("ascii", "replace").splitlines()
     if len(lines) < 3:
-        raise ValueError(f"has {count_of(len(lines), 'line')} instead of 3")
+        raise ValueError(f"has {count_of(len(lines), 'line')} (expected 3)")
     commit, etag = lines[0].strip(), lines[1].strip()
     if not _COMMIT.fullmatch(commit):
-        raise ValueError("names no commit")
+        raise ValueError("has no commit")
     if not _ETAG.fullmatch(etag):
-        raise ValueError("has an etag that is neither a sha256 nor an id of git")
+        raise ValueError("has an etag that is neither a sha256 nor a git object id")
     try:
         time = float(lines[2])
     except ValueError:
         time = math.nan
     if not math.isfinite(time):
-        raise ValueError("has no time")
+        raise ValueError("has no timestamp")
     return HubFile(etag, commit, time)
 
 

@@ -241,7 +241,8 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         if (text := _problem(member))
     ]
     if group.missing:
-        problems.append(f"{', '.join(group.missing[:3])} is missing")
+        are = "is" if len(group.missing) == 1 else "are"
+        problems.append(f"{', '.join(group.missing[:3])} {are} missing")
     shapes: dict[str, tuple[int, ...] | None] = {}
     for member in group.members:
         whole = member.whole
@@ -254,7 +255,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
             f"{tensor.fqn!r}: {tensor.problem}" for tensor in group.parted_tensors if tensor.problem
         ][:1]
     if not problems and (lost := group.lost):
-        problems.append(f"{group.index_path} promises {lost[0]!r}, which no shard holds")
+        problems.append(f"{group.index_path} lists {lost[0]!r}, but no shard holds it")
     label = group.label
     tensors = [tensor for member in group.members for tensor in member.tensors]
     if recorded is not None and not _lists(recorded, label, tensors):
@@ -322,7 +323,7 @@ def _problem(component: Component) -> str:
         return parts_problem(component) if component.name.is_of_parts else ""
     sizes = ""
     if problem.need is not None and str(problem.need) not in problem.message:
-        sizes = f" ({problem.have} bytes are there, {problem.need} are needed)"
+        sizes = f" (expected {problem.need} bytes, found {problem.have})"
     kind = "" if problem.kind is ProblemKind.UNREADABLE else f"{problem.kind.value}: "
     return f"{kind}{problem.message}{sizes}"
 

@@ -415,9 +415,9 @@ def _located(
     words = f"{words} ({list_names(folders)})"
     if name.model is not None and name.model.stem == "diffusion_pytorch_model":
         return None, Problem(
-            kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses"
+            kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses to load"
         )
-    message = f"{words}, which were not read; transformers and accelerate load them"
+    message = f"{words}: not read, although transformers and accelerate load such shards"
     return None, Problem(kind=ProblemKind.UNREADABLE, message=message, is_elsewhere=True)
 
 
@@ -438,7 +438,7 @@ def _parser(name: FileName) -> Callable[[FileReader], Content]:
 
 def _read_index(reader: FileReader) -> WeightsIndex:
     if reader.size > MAX_INDEX:
-        raise FormatError(f"the index has {reader.size} bytes, at most {MAX_INDEX} are read")
+        raise FormatError(f"the index is too large: {reader.size} bytes (limit: {MAX_INDEX})")
     return parse_index(reader.read(0, reader.size))
 
 

@@ -157,7 +157,7 @@ def _hidden_from_pretrained(root: AnyPath, names: Collection[str]) -> Iterator[H
     file = _hidden_weights(root, names, stems, of_libraries=False, keeps_variant=True)
     if file is not None:
         name, wanted, certain = file
-        words = f"{config} is of {library}, which does not look for {name!r}"
+        words = f"{config} belongs to {library}, which does not look for {name!r}"
         yield HiddenFile(name, wanted, Loader.FROM_PRETRAINED, words, is_certain=certain)
 
 
@@ -247,7 +247,7 @@ def has_weights_of(config: str, names: Collection[str]) -> bool:
 
 
 def _hidden(name: str, wanted: str, loader: Loader, *, is_certain: bool = True) -> HiddenFile:
-    words = f"{name!r} is there, and {loader.value} does not look for that name"
+    words = f"{name!r} is there, but {loader.value} does not look for that name"
     return HiddenFile(name, wanted, loader, words, is_certain)
 
 
@@ -373,7 +373,7 @@ def _hidden_from_load_state(
             yield _hidden(name, wanted, Loader.LOAD_STATE)
         elif is_shown or not is_of_all:
             words = (
-                f"load_state does not look for {name!r}, and fails for a script that needs {wanted}"
+                f"load_state does not look for {name!r} and fails in a script that needs {wanted}"
             )
             yield HiddenFile(name, wanted, Loader.LOAD_STATE, words, False, role.value)
 
@@ -454,7 +454,7 @@ def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
     wanted = (f"custom_checkpoint_{number}.pkl" for number in range(len(counted)))
     missing = [name for name in wanted if name not in counted]
     for name, lost in zip(extra, missing, strict=False):
-        words = f"load_state counts {name!r}, and looks for the numbers in turn"
+        words = f"load_state counts {name!r} as well, and expects consecutive numbers"
         yield HiddenFile(name, lost, Loader.LOAD_STATE, words)
 
 

@@ -240,7 +240,7 @@ def fitting(chain: tuple[str, ...]) -> str:
     return (
         "a model in one DistributedDataParallel"
         if chain == DDP_CHAIN
-        else f"a model behind '{dotted(chain)}'"
+        else f"a model with keys that begin with '{dotted(chain)}'"
     )
 
 

@@ -63,16 +63,16 @@ from ckptfix.storage.journal import is_partly_changed
 from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.paths import JOURNAL, described, is_inside
+from ckptfix.wording import count_of
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
 _WEIGHTS_ALONE = (
-    f"weights alone, with neither {_STATES} of save_state nor the Trainer's {TRAINER_STATE} to "
-    "resume from"
+    f"only weights: to resume, it needs {_STATES} (save_state) or {TRAINER_STATE} (Trainer)"
 )
 _PLAIN_DCP = (
-    "a folder of torch.distributed.checkpoint: dcp.load reads it, and neither load_state nor the "
-    "Trainer"
+    "a torch.distributed.checkpoint folder, which dcp.load reads but load_state and the Trainer do "
+    "not"
 )
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
 """Files that a save writes near its end and no repair changes, so their time is the time of the
@@ -194,15 +194,15 @@ def taken_instead(run: AnyPath) -> str:
     for name, number in entries.items():
         if number is None:
             return (
-                f"{run / name}: load_state() without a folder fails with an IndexError: the name "
-                "has no number"
+                f"{run / name}: load_state() without a folder fails with an IndexError, because "
+                "this name has no number"
             )
     first = {name: int(number[0][:18]) for name, number in entries.items() if number is not None}
     last = max(first, key=lambda name: first[name], default="")
     if not last or first[last] < numbers[-1]:
         return ""
-    may = "may take" if first[last] == numbers[-1] else "takes"
-    fails = "" if (run / last).is_dir() else ", and fails: it is not a folder"
+    may, fail = ("may take", "fail") if first[last] == numbers[-1] else ("takes", "fails")
+    fails = "" if (run / last).is_dir() else f" and {fail}, because it is not a folder"
     return (
         f"{run / last}: load_state() without a folder {may} it instead of "
         f"checkpoint_{numbers[-1]}{fails}"
@@ -342,7 +342,7 @@ def incomplete(
         manifest = read_manifest(checkpoint)
         names = sorted(names_in(checkpoint))
         if (checkpoint / JOURNAL / UNFINISHED).exists():
-            return "its save was interrupted while files were put in place"
+            return "its save was interrupted while its files were moved into place"
         if (problem := upload_problem(checkpoint)) is not None:
             return problem
         if partly_repaired(checkpoint) is not None:
@@ -359,7 +359,7 @@ def incomplete(
     if losses is not None:
         return f"it was salvaged: {losses}"
     if inner := _lies_in(checkpoint, names):
-        return f"all its files are in {inner}/, where no run looks for them: move them up"
+        return f"all its files are in {inner}/, where no run looks for them; move them up one level"
     if _STATES not in names and TRAINER_STATE not in names and any(map(parse_dcp_name, names)):
         # A script of its own saved it with dcp.save, under a name of its own.
         family = family_of(absolute(checkpoint).name)
@@ -477,7 +477,7 @@ def _unloadable_weights(folder: CheckpointFolder) -> str | None:
         return None
     empty = next(weights_without_tensors(folder), None)
     if empty is not None:
-        return f"{empty.path} holds no tensors, and its model has some"
+        return f"{empty.path} holds no tensors, but its model has some"
     return next(
         (
             f"{component.path} holds {problem.holds}"
@@ -520,11 +520,11 @@ def _unsound(folder: CheckpointFolder, component: Component) -> str | None:
     ):
         return f"{component.path}: {problem.message}"
     if isinstance(content, SafetensorsFile) and content.trailing:
-        return f"{component.path}: {content.trailing} bytes follow its end"
+        return f"{component.path}: {count_of(content.trailing, 'byte')} after its end"
     if isinstance(content, WeightsIndex):
         shards = dict.fromkeys(content.weight_map.values())
         missing = [name for name in shards if not (folder.root / name).exists()]
-        return f"{missing[0]} is missing, which {component.path} names" if missing else None
+        return f"{missing[0]} is missing, but {component.path} lists it" if missing else None
     if isinstance(content, TorchFile):
         wrong = state_problem(component.name, content)
         if wrong is not None and wrong.content is not None:
@@ -543,7 +543,7 @@ def _passed_over(folder: CheckpointFolder) -> Collection[PurePosixPath]:
     }
 
 
-NO_WEIGHTS = "no weights of a model"
+NO_WEIGHTS = "no model weights"
 
 
 def holds_weights(checkpoint: AnyPath, names: Iterable[str]) -> bool:
@@ -569,7 +569,7 @@ def _may_be_weights(checkpoint: AnyPath, name: str) -> bool:
     return not is_optimizer and may_hold_weights(checkpoint / name)
 
 
-HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"
+HALF_REPAIRED = "a repair was interrupted or is still running, so only some files are changed"
 
 UNFINISHED = "unfinished"
 """Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one
@@ -588,5 +588,7 @@ def unfinished_files(checkpoint: AnyPath) -> set[str]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} cannot be understood: {error}") from None
     if odd := [name for name in names if not is_inside(name)]:
-        raise FormatError(f"{path} cannot be understood: a file {min(odd)!r}")
+        raise FormatError(
+            f"{path} cannot be understood: {min(odd)!r} is not a path in the checkpoint"
+        )
     return names

@@ -153,7 +153,9 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     try:
         document = json.loads(data)
         if document.pop("version") != VERSION:
-            raise FormatError(f"{folder / MANIFEST} is of another version than {VERSION}")
+            raise FormatError(
+                f"{folder / MANIFEST} has an unsupported version (expected {VERSION})"
+            )
         if missing := [kind for kind in _KINDS if kind not in document]:
             raise KeyError(missing[0])
         manifest = convert(document, Manifest)
@@ -202,7 +204,7 @@ class NotAsSaved(NamedTuple):
     def __str__(self) -> str:
         if self.have is None:
             return f"{self.name} is missing"
-        return f"{self.name} has {self.have} bytes, {self.saved} were saved"
+        return f"{self.name} has {count_of(self.have, 'byte')} (expected {self.saved}, as saved)"
 
 
 def not_as_saved(folder: AnyPath, manifest: Manifest) -> Iterator[NotAsSaved]:
@@ -301,15 +303,15 @@ def _names_of(
 
 def _check_entry(entry: ManifestEntry) -> None:
     if not 0 <= entry.index <= _MOST_ENTRIES:
-        raise ValueError(f"an entry with the number {entry.index!r:.40}")
+        raise ValueError(f"invalid entry number {entry.index!r:.40}")
     positions = [*entry.models, *([] if entry.optimizer is None else [entry.optimizer])]
     if not all(0 <= position <= _MOST_ENTRIES for position in positions):
-        raise ValueError("a position that is none")
+        raise ValueError("a position is out of range")
     if len(set(entry.models)) != len(entry.models):
-        raise ValueError("a position twice")
+        raise ValueError("a position is listed twice")
     for name, digest in entry.digests.items():
         if not _SHA256.fullmatch(digest):
-            raise ValueError(f"a tensor {name!r} with the sha256 {digest!r}")
+            raise ValueError(f"invalid sha256 of tensor {name!r}: {digest!r}")
 
 
 def _check(manifest: Manifest) -> None:
@@ -318,18 +320,20 @@ def _check(manifest: Manifest) -> None:
         _check_entry(entry)
     if not (0 <= manifest.world_size <= _MOST_PROCESSES and 0 <= manifest.step <= _MOST):
         raise ValueError(
-            f"a world size of {manifest.world_size!r:.40}, a step of {manifest.step!r:.40}"
+            f"invalid world size {manifest.world_size!r:.40} or step {manifest.step!r:.40}"
         )
     for name, size in manifest.files.items():
         ensure_listed(name, size)
     for name, digest in manifest.sha256.items():
         if not (digest == "" or _SHA256.fullmatch(digest)) or not is_inside(name):
-            raise ValueError(f"a file {name!r} with the sha256 {digest!r}")
+            raise ValueError(f"invalid file name or sha256: {name!r}, {digest!r}")
     if not bool(manifest.ranges) <= manifest.range_size <= _MOST:
-        raise ValueError(f"ranges of {manifest.range_size!r:.40} bytes")
+        raise ValueError(f"invalid range size: {manifest.range_size!r:.40} bytes")
     for name, digests in manifest.ranges.items():
         if not digests or not all(map(_SHA256.fullmatch, digests)) or not is_inside(name):
-            raise ValueError(f"a file {name!r} with the sha256 of {len(digests)} ranges")
+            raise ValueError(
+                f"invalid file name or range digests: {name!r}, {count_of(len(digests), 'range')}"
+            )
 
 
 REPORT = "salvage.json"
@@ -352,11 +356,8 @@ class Losses(NamedTuple):
     def __str__(self) -> str:
         counts = [(self.tensors, "tensor"), (self.files, "file")]
         lost = " and ".join(count_of(number, noun) for number, noun in counts if number)
-        kept = (
-            f"{count_of(self.damaged, 'tensor or file')} kept though damaged"
-            if self.damaged
-            else ""
-        )
+        objects = "tensor or file" if self.damaged == 1 else "tensors or files"
+        kept = f"{self.damaged} damaged {objects} kept" if self.damaged else ""
         return ", ".join(filter(None, (f"{lost} lost" if lost else "", kept)))
 
 

@@ -91,7 +91,7 @@ def read_model_config(folder: AnyPath, name: str) -> ModelConfig:
     def word(value: object, key: str) -> str:
         if value is None or (isinstance(value, str) and value.isprintable() and len(value) <= 200):
             return str(value or "")
-        problems.append(f'{name}: "{key}" is not a name')
+        problems.append(f'{name}: "{key}" is not a valid name')
         return ""
 
     def count(values: Mapping[str, Any], *keys: str) -> int | None:
@@ -101,7 +101,7 @@ def read_model_config(folder: AnyPath, name: str) -> ModelConfig:
         value = values[key]
         if type(value) is int and 0 <= value < _LARGEST_COUNT:
             return value
-        problems.append(f'{name}: "{key}" is not a count')
+        problems.append(f'{name}: "{key}" is not a valid count')
         return None
 
     libraries = tuple(
@@ -288,10 +288,10 @@ class LostModel(NamedTuple):
         if self.component:
             is_there = "is empty" if self.is_empty else "is missing"
             state = f"has no {self.lacks}" if self.lacks else is_there
-            return f"{self.component}/ {state}, and {self.config} lists it ({self.model})"
+            return f"{self.component}/ {state}, but {self.config} lists it ({self.model})"
         where = f"{self.config.parent}/" if self.config.parent.parts else "this folder"
         looks = f" (expected {self.wanted})"
-        return f"{where} has no weights, and its {self.config.name} is of {self.model}{looks}"
+        return f"{where} has no weights, but its {self.config.name} is for {self.model}{looks}"
 
 
 def lost_models(
@@ -494,9 +494,8 @@ def components_of_other_classes(root: AnyPath) -> Iterator[str]:
         names = own.removeprefix("Flax"), listed.removeprefix("Flax")
         if not names[0].endswith(names[1]) and not names[1].endswith(names[0]):
             yield (
-                f"it lists {listed} for {component}/, whose {CONFIG} is of {own}, so "
-                f"{_LISTS[PIPELINE]} builds the class that it lists, and fails or leaves weights "
-                "random"
+                f"it lists {listed} for {component}/, but {component}/{CONFIG} is for {own}: "
+                f"{_LISTS[PIPELINE]} builds {listed}, and fails or leaves weights random"
             )
 
 

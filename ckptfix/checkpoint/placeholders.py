@@ -81,8 +81,8 @@ def placeholder_problem(
     example = (with_full_bias or without_bias or [key for key, _ in weights])[0]
     return StateProblem(
         Content.MODEL,
-        f"{count} of {count_of(len(shapes), 'tensor')} without elements, such as {example!r}, as "
-        "ZeRO-3 leaves them in each rank",
+        f"empty tensors, as ZeRO-3 leaves them on each rank, for {count} of "
+        f"{count_of(len(shapes), 'key')}, such as {example!r}",
         Content.PLACEHOLDERS,
         effect="loaders fail with 'size mismatch'",
     )
@@ -135,7 +135,7 @@ def remedy_for_placeholders(folder: CheckpointFolder) -> str:
         else "look for a global_step folder of DeepSpeed and merge it"
     )
     return (
-        f"the weights are in no file of this folder: {merge} with DeepSpeed's zero_to_fp32.py, or "
+        f"this folder does not contain the weights: {merge} with DeepSpeed's zero_to_fp32.py, or "
         f"use another checkpoint; for the next save, {_NEXT_SAVE}"
     )
 

@@ -28,7 +28,7 @@ from ckptfix.formats.dcp_metadata import DcpTensor
 from ckptfix.formats.dcp_stream import Chunk
 from ckptfix.formats.safetensors_file import DCP_SHARDING_INFO, SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.wording import series
+from ckptfix.wording import count_of, series
 
 _OVERLAP = re.compile(r" overlap\b")
 """Words of ``coverage_problem``."""
@@ -151,11 +151,11 @@ def _offsets(places: dict[str, Any] | None, tensor: TensorInfo) -> tuple[int, ..
     if not isinstance(offsets, list) or not all(
         type(one) is int and 0 <= one < 1 << 62 for one in offsets
     ):
-        raise FormatError(f"its {DCP_SHARDING_INFO} has no saved_offsets of {tensor.fqn!r:.200}")
+        raise FormatError(f"its {DCP_SHARDING_INFO} has no saved_offsets for {tensor.fqn!r:.200}")
     if len(offsets) != len(tensor.shape):
         raise FormatError(
-            f"{tensor.fqn!r:.200} has {len(tensor.shape)} dimensions, and {len(offsets)} "
-            "saved_offsets"
+            f"{tensor.fqn!r:.200} has {count_of(len(tensor.shape), 'dimension')}, but "
+            f"{len(offsets)} saved_offsets"
         )
     return tuple(offsets)
 
@@ -165,7 +165,8 @@ def _joined(fqn: str, parts: Sequence[Part]) -> PartedTensor:
     dimensions = sorted({len(part.tensor.shape) for part in parts})
     shape: tuple[int, ...] = ()
     if len(dimensions) > 1:
-        problem = f"its parts have {series([str(count) for count in dimensions])} dimensions"
+        numbers = series([str(count) for count in dimensions])
+        problem = f"its parts differ in their number of dimensions ({numbers})"
     else:
         ends = ([sum(pair) for pair in zip(*part.chunk, strict=True)] for part in parts)
         shape = tuple(map(max, zip(*ends, strict=True)))
@@ -175,5 +176,5 @@ def _joined(fqn: str, parts: Sequence[Part]) -> PartedTensor:
         if _OVERLAP.search(problem):
             problem += ": files of an earlier save may be left in the folder"
     if len(dtypes) > 1:
-        problem = f"its parts are of {series(dtypes)}"
+        problem = f"its parts have different dtypes ({series(dtypes)})"
     return PartedTensor(fqn=fqn, dtype=dtypes[0], shape=shape, parts=tuple(parts), problem=problem)

@@ -343,24 +343,23 @@ class Evidence:
         a reason to ask.
         """
         if entry.name.stem == _FSDP_STEM:
-            yield "FSDP adds no wrapper by which a second prepare() would show"
+            yield "FSDP adds no wrapper, so the keys do not show a second prepare()"
         if self.folder.processes == 1:
-            yield "a single process wraps no model"
+            yield "prepare() does not wrap models in a single process"
         if not any(
             one.name.index < entry.name.index and is_wrapped_again(entry.chain, one.chain)
             for one in (original, *links)
         ):
-            yield "a second prepare() adds exactly one wrapper, to a later entry"
+            yield "a second prepare() would add exactly one wrapper, to a later entry"
         if self.folder.processes is None:
             yield "no file shows how many processes saved them"
         if self._are_two_classes(original, entry):
-            yield "the manifest lists two classes for them"
+            yield "the manifest lists different classes for them"
         if size == 0:
-            yield "they hold no byte that could differ"
+            yield "they hold no data to compare"
         if self._entries > MAX_ENTRIES:
             yield (
-                f"the folder has more than {MAX_ENTRIES} models and optimizers, which are not "
-                "matched"
+                f"the folder has more than {MAX_ENTRIES} models and optimizers, too many to match"
             )
             return
         remaining = self._remaining(entry)
@@ -370,10 +369,10 @@ class Evidence:
         optimizers = [one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries]
         for one in optimizers:
             if one.problem is not None and not is_unreadable(one):
-                yield f"the steps of {one.path} cannot be read"
+                yield f"the step count of {one.path} cannot be read"
         untrained = (
-            "no optimizer shows that a step changed the model; until then a copy or an average "
-            "equals it"
+            "no optimizer shows that a step changed the model, and until then a copy or an average "
+            "has the same values"
         )
         is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
         if is_trained is None:
@@ -543,7 +542,7 @@ class Evidence:
                 elif len(apart) > len(_differing(self.folder.root, self.folder, original, here)):
                     return History(doubt=may_differ)
                 elif apart and not _has_lost_models(root):
-                    unclear = f"{may_differ}, which has another number of such models"
+                    unclear = f"{may_differ}, which has a different number of such models"
                     if neighbour.is_earlier:
                         # Next to a hard-updated target the script began an average: checkpoints
                         # with both show the target equal, and this one shows it apart.
@@ -580,7 +579,7 @@ class Evidence:
             return unlisted
         recorded = self._recorded(entry)
         if recorded is not None and recorded.keys and recorded.keys != _fingerprint(entry):
-            return f"the manifest of the save lists {entry.path} with other keys or shapes"
+            return f"the manifest of the save lists {entry.path} with different keys or shapes"
         return ""
 
     def is_registered(self, entry: Component) -> bool:

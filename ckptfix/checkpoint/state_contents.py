@@ -107,7 +107,7 @@ def _judged(expected: Content, file: TorchFile) -> StateProblem | None:
     if expected is Content.SCHEDULER and content in (expected, None) and (lost := lost_count(root)):
         holds, effect = (
             f"a scheduler's state without {lost!r}",
-            f"the load succeeds, and {lost} begins anew",
+            f"the load succeeds, but {lost} starts over",
         )
         return StateProblem(expected, holds, None, effect=effect)
     if content is expected:

@@ -31,8 +31,8 @@ class Content(Enum):
     MODEL = "a model's weights"
     SAMPLER = "a sampler"
     DATALOADER = "a data loader's state"
-    WITHOUT_NUMBERS = "tensors on the meta device, which have no numbers"
-    PLACEHOLDERS = "placeholders of ZeRO-3"
+    WITHOUT_NUMBERS = "tensors on the meta device, which have no values"
+    PLACEHOLDERS = "ZeRO-3 placeholders"
 
 
 SCALER_KEYS = frozenset(
@@ -116,7 +116,7 @@ def wrapper_of(content: Content, root: object) -> str:
     values = list(items_of(root)) if is_list(root) else [value for _, value in pairs(root)]
     if len(values) != 1 or state_by_keys(values[0]) is not content:
         return ""
-    return f"{noun_of(root)} around {content.value}"
+    return f"{noun_of(root)} with {content.value} as its only item"
 
 
 def is_surely_of_optimizer(root: object) -> bool:

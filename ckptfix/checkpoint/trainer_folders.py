@@ -46,7 +46,7 @@ _OF_DEEPSPEED = re.compile("global_step[0-9]+")
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
-NO_OPTIMIZER = f"{_SCHEDULER} without {_OPTIMIZER}, which the Trainer writes before it"
+NO_OPTIMIZER = f"{_SCHEDULER} without {_OPTIMIZER}, which the Trainer writes first"
 """The problem of a folder that lacks nothing but a state which the Trainer can start anew."""
 
 
@@ -203,7 +203,7 @@ def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerP
             state = json.loads(head)
         except ValueError:
             return TrainerProgress(
-                problem=f"no step in its first {human_size(limit)}", unchecked=unread
+                problem=f'no "global_step" in its first {human_size(limit)}', unchecked=unread
             )
     elif doubt := _doubt_of(state):
         unchecked = (*unread, doubt)
@@ -237,11 +237,11 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
         return 'no "global_step", so the Trainer starts again at step 0'
     step = state["global_step"]
     if not _is_count(step):
-        return '"global_step" is not a count'
+        return '"global_step" is not a valid count'
     if number is not None and step != number:
         return (
-            f'"global_step" is {step}, and the folder is of step {number}, so the Trainer resumes '
-            f"from step {step}"
+            f'"global_step" is {step} (expected {number}, as in the name of the folder), so the '
+            f"Trainer resumes from step {step}"
         )
     if not isinstance(state.get("log_history", []), list | NoneType):
         return '"log_history" is not a list, so the Trainer fails at its next log'
@@ -262,7 +262,7 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
         return '"stateful_callbacks" is not an object'
     if not callbacks or _CONTROL not in callbacks:
         return (
-            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes and fails at its '
+            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes but fails at its '
             "next save"
         )
     return ""
@@ -273,23 +273,23 @@ def _doubt_of(state: Mapping[str, Any]) -> str:
     unknown = sorted(state.keys() - _KEYS)
     if unknown:
         return (
-            f"{TRAINER_STATE}: {unknown[0]!r:.80} is unknown to transformers 5.23, whose Trainer "
+            f"{TRAINER_STATE}: unknown field {unknown[0]!r:.80}; the Trainer of transformers 5.23 "
             "refuses the file"
         )
     if state.get("logging_steps") == 0:
         return (
-            f'the Trainer\'s next log: {TRAINER_STATE} has "logging_steps" 0, which a run that '
-            "logs by steps refuses"
+            f'the Trainer\'s next log: "logging_steps" is 0 in {TRAINER_STATE}, and a run that '
+            "logs by steps refuses this value"
         )
     if state.keys().isdisjoint(("stateful_callbacks", "train_batch_size")):
         return (
-            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", as before '
+            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", like saves before '
             "transformers 4.36; transformers 5 refuses it"
         )
     if "stateful_callbacks" not in state:
         return (
-            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", as before '
-            "transformers 4.41; transformers 5 resumes and fails at that save"
+            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", like saves '
+            "before transformers 4.41; transformers 5 resumes but fails at that save"
         )
     return ""
 

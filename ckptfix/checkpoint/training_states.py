@@ -58,9 +58,7 @@ def problem_of_optimizer(root: object) -> str:
     if not is_dict_like(state) and is_plain(state):
         return f"an optimizer whose 'state' is {noun_of(state)}"
     if not is_list(groups):
-        return (
-            f"an optimizer whose 'param_groups' are {noun_of(groups)}" if is_plain(groups) else ""
-        )
+        return f"an optimizer whose 'param_groups' is {noun_of(groups)}" if is_plain(groups) else ""
     visits = Visits()
     lists_any = False
     for number, group in enumerate(items_of(groups)):
@@ -78,8 +76,8 @@ def problem_of_optimizer(root: object) -> str:
         lists_any = lists_any or not is_list(members) or bool(items_of(members))
     if not lists_any and any(type(key) is int for key, _ in pairs(state)):
         return (
-            "an optimizer with moments and no "
-            f"{'parameter in its ' if items_of(groups) else ''}param groups"
+            "an optimizer with moments but no "
+            f"{'parameters in its ' if items_of(groups) else ''}param groups"
         )
     return ""
 
@@ -98,13 +96,16 @@ def problem_of_scheduler(root: object) -> str:
     for keys in _PAIRS_OF_CYCLES if _OF_CYCLES in values else ():
         lengths = [len(items_of(values[key])) for key in keys if is_list(values.get(key))]
         if len(set(lengths)) > 1:
-            return f"a scheduler's state with {lengths[0]} {keys[0]!r} and {lengths[1]} {keys[1]!r}"
+            return (
+                f"a scheduler's state with {count_of(lengths[0], 'value')} in {keys[0]!r} and "
+                f"{lengths[1]} in {keys[1]!r}"
+            )
     # Their loads take these keys out of the state. torch 1.12 and older kept a function in
     # CyclicLR.
     if "_milestones" in values and "_schedulers" not in values:
-        return "a scheduler's state with '_milestones' and without '_schedulers'"
+        return "a scheduler's state with '_milestones' but no '_schedulers'"
     if _OF_CYCLES in values and not values.keys() & {"_scale_fn_custom", "scale_fn"}:
-        return "a scheduler's state of CyclicLR without '_scale_fn_custom'"
+        return "a CyclicLR state without '_scale_fn_custom'"
     if "_schedulers" not in values:
         return ""
     parts, milestones = values["_schedulers"], len(items_of(values.get("_milestones")))
@@ -176,7 +177,7 @@ def problem_of_dataloader(root: object) -> StateProblem | None:
     if not is_dict_like(root) or not any(True for _ in pairs(root)):
         is_nothing = is_dict_like(root) or root is None
         effect = (
-            "the load succeeds, and the data loader begins the epoch anew"
+            "the load succeeds, but the data loader starts the epoch again"
             if is_nothing
             else _NO_BATCH
         )
@@ -210,7 +211,7 @@ def problem_of_dataloader(root: object) -> StateProblem | None:
     return None
 
 
-_NO_BATCH = "the load succeeds, and the first batch fails"
+_NO_BATCH = "the load succeeds, but the first batch fails"
 _COUNTS_OF_LOADER = (
     "_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_snapshot_step",
     "_num_workers",
@@ -255,9 +256,9 @@ def problem_of_scaler(tree: PickleTree) -> StateProblem | None:
             and not _is_of_scaler(key.value, value, tree)
         ):
             holds = f"a gradient scaler's state whose {key.value!r} is {noun_of(value)}"
-            effect = "the load succeeds, and the first step of a run with fp16 fails"
+            effect = "the load succeeds, but the first step of an fp16 run fails"
             if type(value) in (int, float):
-                holds += " that torch does not take"
+                holds += " that torch refuses"
             return StateProblem(Content.GRAD_SCALER, holds, None, effect=effect)
     return None
 
@@ -296,5 +297,5 @@ def problem_of_step(tree: PickleTree) -> StateProblem | None:
     if is_count:
         return None
     holds = f"random states whose 'step' is {noun}"
-    effect = "load_state takes it, and accumulate() then fails or never steps the optimizer"
+    effect = "load_state accepts it, but accumulate() then fails or never steps the optimizer"
     return StateProblem(Content.RANDOM_STATES, holds, None, effect=effect)

@@ -156,10 +156,10 @@ def problem_of_model(root: Any) -> StateProblem | None:
     if inner:
         what = "a state dict" if len(inner) == 1 else "state dicts"
         remedy = (
-            f"load the file with torch, and torch.save() the value under {list_names(inner[:1])} "
-            "alone"
+            "load the file with torch, then torch.save() only the value under "
+            f"{list_names(inner[:1])}"
             if len(inner) == 1
-            else "torch.save() the state dict of the whole model, model.state_dict()"
+            else "torch.save() the state dict of the complete model, model.state_dict()"
         )
         return StateProblem(
             Content.MODEL, f"a dict with {what} under {list_names(inner)}", None, remedy
@@ -213,7 +213,7 @@ def count_meta(values: Iterable[object], met: set[int]) -> int:
 
 def of_meta(expected: Content, count: int) -> StateProblem:
     """Return the problem of ``count`` tensors on the meta device."""
-    holds = f"{count_of(count, 'tensor')} on the meta device, without numbers"
+    holds = f"{count_of(count, 'tensor')} on the meta device, without values"
     remedy = (
         "the weights were offloaded when the script saved them; save them again with "
         "accelerator.save_model(model, FOLDER), or torch.save() accelerator.get_state_dict(model)"

@@ -27,8 +27,8 @@ _WIDEST = 120
 """Columns: help on a wider terminal is hard to read."""
 
 _ALREADY = (
-    b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next"
-    b" run\n"
+    b"ckptfix: still cleaning up after the first interrupt; interrupt again to leave that to the"
+    b" next run\n"
 )
 
 VERBS: Mapping[str, Mapping[str, str]] = {
@@ -39,15 +39,15 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "run": "Run a script with every Accelerator and Trainer guarded.",
         "verify": "Verify checksums, or test loading.",
         "diff": "Compare the weights and optimizers of two checkpoints.",
-        "migrate": "Write a checkpoint in another format, or for another strategy.",
-        "prove-resume": "Prove that a killed and resumed run continues bit for bit.",
-        "doctor": "Find problems of this machine, its libraries and a script.",
+        "migrate": "Convert a checkpoint to another format or training strategy.",
+        "prove-resume": "Prove that a killed run resumes bit for bit.",
+        "doctor": "Find problems with this machine, its libraries and a script.",
     },
     "Storage and fleets": {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "salvage": "Recover the intact tensors of a damaged checkpoint.",
         "upload": "Copy a complete checkpoint to an object store.",
-        "scrub": "Check a fleet of checkpoints; read its data over many nights.",
+        "scrub": "Check a fleet of checkpoints, and its data over many nights.",
     },
     "Manual": {
         "explain": "Explain a finding: cause, cost, an example, and what to do.",
@@ -93,12 +93,12 @@ class _Verbs(click.Group):
             return super().resolve_command(ctx, args)
         if os.path.exists(first):
             raise click.UsageError(
-                f"{first!r} is a path, and the verb is missing; next: ckptfix check {quote(first)}",
+                f"missing verb: {first!r} is a path; next: ckptfix check {quote(first)}",
                 ctx,
             )
         close = get_close_matches(first.lower(), _SUMMARIES, 1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise click.UsageError(f"no verb {first!r}{meant}", ctx)
+        raise click.UsageError(f"unknown verb {first!r}{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the verbs in groups, with their full summaries."""
@@ -119,7 +119,7 @@ class _Verbs(click.Group):
         """Write the way to everything else: all of it fits a screen of 24 lines."""
         formatter.write_paragraph()
         formatter.write(
-            "Exit: 0 nothing wrong, 1 damage, 2 usage, 3 not finished, 130 interrupted\n"
+            "Exit: 0 no problems, 1 damage, 2 usage error, 3 not finished, 130 interrupted\n"
         )
         formatter.write(
             "Next: ckptfix VERB --help; ckptfix explain CODE (a finding); ckptfix help\n"
@@ -139,7 +139,7 @@ class _Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except SystemExit as ended:
-            raise OperationError(f"code that was run called sys.exit({ended.code!r})") from ended
+            raise OperationError(f"user code called sys.exit({ended.code!r})") from ended
 
 
 @click.group(
@@ -149,7 +149,7 @@ class _Verbs(click.Group):
 )
 @click.version_option(package_name="ckptfix")
 def cli() -> None:
-    """Find and repair silently wrong checkpoints of Hugging Face Accelerate."""
+    """Find and repair silent damage in Hugging Face Accelerate checkpoints."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -222,7 +222,7 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(result, int):
             return result
         return _fail(
-            f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix",
+            f"{' '.join(arguments[:1])} ended without an exit status; this is a bug in ckptfix",
             3,
             form,
         )

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     cls=Verb,
     shared=lambda params: "",
     forms=list(Form),
-    quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
+    quiet="Print only the paths that are not clean, one per line, quoted for xargs.",
     examples=[
         ("ckptfix check CHECKPOINT", "Find what is wrong with one checkpoint."),
         (
             "ckptfix check -r runs",
-            "Check every checkpoint below runs, and name the one to resume from.",
+            "Check every checkpoint under runs, and name the one to resume from.",
         ),
         (
             "ckptfix check -r -0 runs | xargs -r0 ckptfix repair",
@@ -51,29 +51,29 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     is_flag=True,
-    help="Read every byte of look-alikes, and compare the checksums inside of files.",
+    help="Compare suspected duplicates byte by byte, and verify the checksums inside files.",
 )
 @click.option(
     "--load",
     "loads",
     is_flag=True,
     help=(
-        "Ask the installed transformers, PEFT or diffusers what they load. Reads no tensor, runs "
-        "no remote code."
+        "Ask the installed transformers, PEFT or diffusers what they would load. Reads no tensors "
+        "and runs no remote code."
     ),
 )
-@click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
+@click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder under PATHS.")
 @click.option(
     "--verbose",
     "-v",
     is_flag=True,
-    help="List every model, and everything that was not checked with the command that checks it.",
+    help="List every model, and every skipped check with the command that runs it.",
 )
 @click.option(
     "--null",
     "-0",
     is_flag=True,
-    help="As --quiet, each path unquoted and with a NUL behind it: for xargs -0.",
+    help="Like --quiet, but print paths unquoted and NUL-terminated, for xargs -0.",
 )
 def check_command(
     paths: tuple[str, ...],
@@ -87,7 +87,8 @@ def check_command(
 ) -> int:
     """Find what is wrong with checkpoints.
 
-    Reads headers and small samples of tensors; changes nothing. Without PATHS, the working folder.
+    Reads headers and small samples of tensors, and changes nothing. PATHS defaults to the current
+    folder.
     """
     report.quiet |= null
     if report.quiet and verbose:
@@ -187,7 +188,7 @@ def _check_all(
     if loaders is not None and recursive and not has_loaded.is_set() and batch.words:
         # Else the summary "2 clean" would answer what was asked for and not done.
         unloaded = (
-            f"{' '.join(paths)}: no library was asked: --load needs weights next to a config of "
+            f"{' '.join(paths)}: --load tested nothing: it needs weights next to a config of "
             "transformers (with architectures), PEFT or diffusers"
         )
         report.message(f"ckptfix: {unloaded}")
@@ -211,7 +212,7 @@ def _check_all(
         warnings += [one.other_run for one in answers if one.other_run]
         trackers = runs.tracker_problems() if executor.leads else []
         warnings += [
-            f"{words}; a resume fails or begins anew; next: write the number of a complete "
+            f"{words}; a resume fails or starts from scratch; next: write the number of a complete "
             "checkpoint into the file"
             for words in trackers
         ]

@@ -13,10 +13,10 @@ from ckptfix.storage.executor import Executor
     rare=["--rtol", "--atol"],
     shared=lambda params: "",
     examples=[
-        ("ckptfix diff A B", "List the tensors that differ; the exit status is 1 if any does."),
+        ("ckptfix diff A B", "List the tensors that differ; the exit status is 1 if any do."),
         (
             "ckptfix diff A B --atol 1e-6 --html diff.html",
-            "Accept small differences, and write a page with a heat map.",
+            "Ignore differences of up to 1e-6, and write a page with a heat map.",
         ),
     ],
 )
@@ -26,16 +26,19 @@ from ckptfix.storage.executor import Executor
     "--rtol",
     type=float,
     metavar="R",
-    help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype.",
+    help="Treat values as equal if |a - b| <= R * |a| (+ atol), in any dtype.",
 )
 @click.option(
-    "--atol", type=float, metavar="D", help="Count |a - b| <= D (+ rtol) as equal, any dtype."
+    "--atol",
+    type=float,
+    metavar="D",
+    help="Treat values as equal if |a - b| <= D (+ rtol), in any dtype.",
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the models of the run: it names the parameters that DDP's optimizers number.",
+    help="A function that returns the run's models, to name the parameters that DDP optimizers only number.",
 )  # fmt: skip
-@click.option("--all", "show_all", is_flag=True, help="List equal tensors, too.")
+@click.option("--all", "show_all", is_flag=True, help="Also list equal tensors.")
 @click.option(
     "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write a page with a heat map."
 )
@@ -45,10 +48,10 @@ def diff_command(
 ) -> int:  # fmt: skip
     """Compare the weights and optimizers of two checkpoints.
 
-    Lists every tensor of A and B that differs, and every step and hyperparameter.
+    Lists every tensor, step and hyperparameter that differs between A and B.
 
-    Exit status: 0 equal in what was compared, 1 different, or not proven equal: values of a model,
-    or an optimizer of both, cannot be compared.
+    Exit status: 0 if everything compared is equal; 1 if something differs, or if equality is not
+    proven because values of a model, or an optimizer that both have, cannot be compared.
     """
     if html is not None:
         ensure_writable(html, (a, b))

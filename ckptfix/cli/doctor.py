@@ -20,44 +20,44 @@ _SCRIPTS = (".py", ".ipynb")
     "doctor",
     cls=Verb,
     rare=["--budget", "--seed", "--in-process"],
-    unfit=lambda params: "doctor looks at the machine of one process, and each node is another one",
+    unfit=lambda params: "doctor examines only the machine that it runs on",
     examples=[
-        ("ckptfix doctor", "Look at this environment."),
+        ("ckptfix doctor", "Check this environment."),
         (
             "ckptfix doctor --launch 'torchrun --nproc_per_node 2 train.py'",
-            "Look at a training script and the command that starts it, too.",
+            "Also check a training script and the command that starts it.",
         ),
     ],
 )
 @click.argument("folder", metavar="[DIR]", required=False, type=PATH)
 @click.option(
     "--script", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
-    help="A training script or notebook: read by its syntax tree, never executed.",
+    help="A training script or notebook. It is parsed, never executed.",
 )  # fmt: skip
 @click.option(
     "--launch", metavar="COMMAND",
-    help="The command that starts training, in quotes: read, never run. It names the script, too.",
+    help="The command that starts training, in quotes. It is read, never run; the script is taken from it.",
 )  # fmt: skip
 @click.option(
     "--device-map", type=click.Path(exists=True, dir_okay=False), metavar="FILE.json",
-    help="A device map: checked against the names and ties in DIR.",
+    help="A device map to check against the keys and tied weights in DIR.",
 )  # fmt: skip
 @click.option(
-    "--peer-copies", is_flag=True, help="Measure the copies between all devices, and nothing else."
+    "--peer-copies", is_flag=True, help="Test the copies between all devices, and nothing else."
 )
 @click.option(
     "--budget", type=float, metavar="SECONDS",
-    help=f"How long --peer-copies may measure.  [default: {_BUDGET:g}]",
+    help=f"Time limit for the tests of --peer-copies.  [default: {_BUDGET:g}]",
 )  # fmt: skip
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
-    help="Send the same bits as an earlier --peer-copies did.",
+    help="Send the same bits as an earlier --peer-copies run.",
 )
 @click.option(
     "--in-process", is_flag=True,
-    help="Ask torch in this process: a broken driver can then crash or hang the command.",
+    help="Query torch in this process. A broken driver can then crash or hang ckptfix.",
 )  # fmt: skip
 def doctor_command(
     folder: str | None,
@@ -70,25 +70,26 @@ def doctor_command(
     in_process: bool,
     report: Report,
 ) -> int:
-    """Find problems of this machine, its libraries and a script.
+    """Find problems with this machine, its libraries and a script.
 
-    Says why each matters and what to do. DIR: a checkpoint to look into, too.
+    Explains why each problem matters and what to do. DIR: a checkpoint to examine as well.
 
-    Nothing is changed, except that --peer-copies keeps its verdicts for
+    Changes nothing, except that --peer-copies stores its verdicts for
     dispatch_model(safe_transfers="auto").
     """
     if peer_copies:
         if folder or script or launch or device_map:
             raise UsageError(
-                "--peer-copies measures the copies alone: give it no DIR, script, command or map"
+                "--peer-copies tests only the copies; leave out DIR, --script, --launch and "
+                "--device-map"
             )
         if budget is not None and not 0 < budget <= _LONGEST:
             raise UsageError(
-                f"--budget {budget:g}: give seconds, more than 0 and at most {_LONGEST:g}"
+                f"--budget {budget:g}: expected seconds, more than 0 and at most {_LONGEST:g}"
             )
         return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
     if budget is not None or seed is not None:
-        raise UsageError("--budget and --seed are of --peer-copies")
+        raise UsageError("--budget and --seed require --peer-copies")
     if folder and folder.endswith(_SCRIPTS) and os.path.isfile(folder):
         raise UsageError(
             f"{folder} is a training script, not a checkpoint; next: ckptfix doctor --script "
@@ -108,7 +109,7 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     torch = parse_torch(look(in_process=in_process))
     if torch.problem:
         raise OperationError(
-            f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor"
+            f"P2P copies were not tested: {torch.problem}; for details: ckptfix doctor"
         )
     from ckptfix.devices.probe import probe_peer_copies, remember
     from ckptfix.devices.probe.probe_report import Verdict
@@ -118,19 +119,20 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     if probed.pairs:
         known = remember(probed)
     else:
-        report.line("no pair of devices: nothing was measured, and nothing is proven", bold=True)
+        report.line("no pair of devices: nothing was tested, so nothing is proven", bold=True)
     for line in str(probed).splitlines():
         report.line(line)
     for pair in sorted(probed.with_verdict(Verdict.HEALTHY) & known.unproven):
         report.line(
-            f"remembered from before, until the full plan finds it healthy: {known.pairs[pair]}"
+            "kept from an earlier run until the full plan finds the pair healthy: "
+            f"{known.pairs[pair]}"
         )
     status = int(bool(probed.unproven))
     if status:
         seeded = f"ckptfix doctor --peer-copies --seed {probed.seed} --budget {budget:g}"
         report.line(
-            'to do: dispatch_model(model, device_map, safe_transfers="auto") copies these through '
-            "the host"
+            'to do: use dispatch_model(model, device_map, safe_transfers="auto"), which copies '
+            "these through the host"
         )
-        report.line(f"to measure the same again: {seeded}")
+        report.line(f"to repeat this test: {seeded}")
     return report.finish(probed.to_json(), status)

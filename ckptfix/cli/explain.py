@@ -12,15 +12,15 @@ from ckptfix.manual import TOPICS, closest, codes, explanation
 def explain_command(code: str) -> int:
     """Explain a finding: cause, cost, an example, and what to do.
 
-    CODE: what check, verify or doctor prints after the severity, such as doubled-model, or a "code"
-    in their JSON.
+    CODE: the code that check, verify or doctor prints after the severity, such as doubled-model. In
+    their JSON, it is the value of "code".
     """
     text = explanation(code)
     if text is None:
         if code in TOPICS:
             raise UsageError(f"{code} is a topic, not a code; next: ckptfix help {code}")
         raise UsageError(
-            f"no finding has the code {code!r}{closest(code, codes())}; all codes: ckptfix help "
+            f"unknown code {code!r}{closest(code, codes())}; all codes: ckptfix help "
             "findings, doctor, verify and exact-resume"
         )
     put_page(text)

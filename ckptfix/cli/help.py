@@ -24,9 +24,9 @@ def _list_of_topics() -> str:
     width = max(map(len, TOPICS))
     rows = (f"  {topic:<{width}}  {summary(topic)}\n" for topic in TOPICS)
     return (
-        "Pages of the manual, printed by: ckptfix help TOPIC\n\n"
+        "Pages of the manual; to read one: ckptfix help TOPIC\n\n"
         + "".join(rows)
-        + "\nckptfix help VERB prints the options of a command, ckptfix explain CODE all about one "
+        + "\nckptfix help VERB prints the options of a command; ckptfix explain CODE explains a "
         "finding.\n"
     )
 

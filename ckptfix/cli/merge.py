@@ -17,12 +17,15 @@ from ckptfix.storage.results import PartialResults, default_folder
 @click.command("merge", cls=Verb, hidden=True)
 @click.argument("path", metavar="DIR", type=PATH)
 def merge_command(path: str, report: Report) -> int:
-    """Say which command ends the work of shares: the verb does it without --shard."""
-    step = "run the command of the shares without --shard"
+    """Print the command that combines the results of shares: the same one without --shard."""
+    step = "run the command of the shares again, without --shard"
     for folder in (Path(path), default_folder(Path(path))) if not is_url(path) else ():
         if (request := PartialResults(folder).request()) is not None:
             here = request.directory == os.getcwd()
             there = "" if here else f"cd {shell_path(request.directory)} && "
             step = f"{there}{end_of(request, Path(os.path.abspath(folder)))}"
             break
-    raise UsageError(f"merge is gone since 0.6.0: the verb ends the work of shares; next: {step}")
+    raise UsageError(
+        "merge was removed in 0.6.0: the command of the shares, without --shard, combines their "
+        f"results; next: {step}"
+    )

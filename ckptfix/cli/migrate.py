@@ -4,6 +4,7 @@ import click
 
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
+from ckptfix.cli.teamwork import TO_CONTINUE
 from ckptfix.cli.verb_options import PATH, Verb
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
@@ -29,7 +30,7 @@ from ckptfix.wording import escape
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),
         (
             "ckptfix migrate SRC DST --state all --to fsdp --processes 4",
-            "Write the complete state for FSDP in 4 processes.",
+            "Write the complete training state for FSDP with 4 processes.",
         ),
     ],
 )
@@ -39,50 +40,65 @@ from ckptfix.wording import escape
     "--to",
     required=True,
     type=click.Choice([target.value for target in (*TARGETS, *Strategy)]),
-    help="The new format; with --state all: the new strategy.",
+    help="The target format or, with --state all, the target strategy.",
 )
 @click.option("--state", type=click.Choice(STATES), default=WEIGHTS,
-              help="weights: the models (the default); all: optimizers and everything else, too.")  # fmt: skip
+              help="weights: only the models (the default); all: also optimizers and everything else.")  # fmt: skip
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --state all: how many will load it (default: as many as saved it).",
+    help=(
+        "With --state all: the number of processes that will load DST (default: as many as saved "
+        "SRC)."
+    ),
 )
 @click.option(
     "--model",
     metavar="MODULE:FACTORY",
     help=(
-        "With --state all: the run's model, where the checkpoint does not name its optimizer's "
-        "parameters."
+        "With --state all: a function that returns the run's model, for checkpoints that do not "
+        "name the optimizer's parameters."
     ),
 )
 @click.option(
     "--frozen",
     metavar="REGEX",
-    help="With --state all: names of parameters that no optimizer has.",
+    help="With --state all: the names of parameters that are in no optimizer.",
 )
-@click.option("--max-shard-size", metavar="SIZE",
-              help="Bytes of tensors in a file, such as 5GB (the default, but for folders of save_state).")  # fmt: skip
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help=(
+        "Maximum size of the tensors in one file, such as 5GB (the default, except for save_state "
+        "folders)."
+    ),
+)
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]),
-              help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
-@click.option("--dtype", type=click.Choice([*FLOATS, ORIGINAL]),
-              help="Convert floating point tensors; original: DeepSpeed's as in training, not in fp32.")  # fmt: skip
+              help="auto: collapse nested wrappers; bare: strip all; ddp: keep exactly one 'module.'.")  # fmt: skip
+@click.option(
+    "--dtype",
+    type=click.Choice([*FLOATS, ORIGINAL]),
+    help=(
+        "Convert floating-point tensors. original: DeepSpeed tensors in the training dtype, not in "
+        "fp32."
+    ),
+)
 @click.option(
     "--drop-opaque",
     is_flag=True,
     help="Leave out values that are not tensors, such as extra states.",
 )
-@click.option("--no-verify", is_flag=True, help="Do not read everything back.")
+@click.option("--no-verify", is_flag=True, help="Do not read DST back to verify it.")
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace a folder that migrate wrote, once the new one is complete.",
+    help="Replace DST, if migrate wrote it, once the new folder is complete.",
 )
 @click.option(
     "--allow-damage",
     is_flag=True,
-    help="Migrate SRC although a repair is known; DST has the same errors.",
+    help="Migrate SRC even if it needs a repair; DST will have the same errors.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 def migrate_command(
@@ -104,19 +120,17 @@ def migrate_command(
     report: Report,
     executor: Executor,
 ) -> int:
-    """Write a checkpoint in another format, or for another strategy.
+    """Convert a checkpoint to another format or training strategy.
 
-    DST appears when it is complete, or not at all; SRC stays as it is.
+    DST appears once it is complete, or not at all. SRC is not changed.
     """
     if is_url(local_path(dst)) and executor.partial is not None:
         raise UsageError(
-            f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: "
-            f"migrate to a folder, and then: ckptfix upload FOLDER {shell_path(dst)}"
+            f"--partial keeps its files on a disk, next to DST, but {escape(dst)} is a URL; next: "
+            f"migrate to a folder, then run: ckptfix upload FOLDER {shell_path(dst)}"
         )
     describe = state_after_writing(src, dst)
-    continues = (
-        "; the same command continues from what was written" if executor.partial is not None else ""
-    )
+    continues = f"; {TO_CONTINUE}" if executor.partial is not None else ""
     with (
         interruptible(lambda: f"{describe()}{continues}"),
         report.progress(f"migrating {src}") as progress,

@@ -14,9 +14,7 @@ from ckptfix.errors import UsageError
     "prove-resume",
     cls=Verb,
     rare=["--timeout", "--keep"],
-    unfit=lambda params: (
-        "prove-resume starts COMMAND itself, and the launcher belongs into COMMAND"
-    ),
+    unfit=lambda params: "prove-resume starts COMMAND itself, so the launcher belongs in COMMAND",
     context_settings={"allow_interspersed_args": False},
     examples=[
         (
@@ -25,8 +23,8 @@ from ckptfix.errors import UsageError
                 "--output_dir {dir}"
             ),
             (
-                "Kill the script after its first save, resume it, and compare it with a run that "
-                "was not killed."
+                "Kill the script after its first save, resume it, and compare it with an "
+                "uninterrupted run."
             ),
         ),
         (
@@ -34,25 +32,25 @@ from ckptfix.errors import UsageError
                 "ckptfix prove-resume --steps 40 --save-at 10 -- torchrun --nproc_per_node 2 "
                 "train.py --out {dir}"
             ),
-            "The same on two processes, for a script that finds its last checkpoint itself.",
+            "The same with two processes, for a script that finds its last checkpoint itself.",
         ),
     ],
 )
 @click.option(
     "--resume-args", metavar="ARGS", default="",
-    help="What the resumed run gets in addition, in quotes; {checkpoint} is the folder that was saved.",
+    help="Extra arguments for the resumed run, in quotes. {checkpoint} is replaced by the saved folder.",
 )  # fmt: skip
 @click.option(
     "--save-at", type=click.IntRange(min=1), default=1, metavar="STEP", show_default=True,
-    help="Kill after the first save at this optimizer step or later.",
+    help="Kill the run after its first save at this optimizer step or later.",
 )  # fmt: skip
 @click.option(
     "--steps", type=click.IntRange(min=2), metavar="N",
-    help="End every run after optimizer step N.  [default: the script's own end]",
+    help="End every run after optimizer step N.  [default: when the script ends]",
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIR",
-    help="The folder that the script always writes, for a command that cannot name {dir}. It must not exist.",
+    help="The output folder of the script, if COMMAND cannot contain {dir}. It must not exist yet.",
 )  # fmt: skip
 @click.option(
     "--guard",
@@ -61,17 +59,17 @@ from ckptfix.errors import UsageError
 )
 @click.option(
     "--keep", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep in DIR what the runs write: output, checkpoints, records.",
+    help="Keep in DIR everything that the runs write: output, checkpoints, records.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="End with an error when one run takes longer.",
+    help="Fail if a run takes longer.",
 )  # fmt: skip
 @click.option(
     "--html",
     type=LocalFile(dir_okay=False),
     metavar="FILE",
-    help="Write a page with all states over the steps.",
+    help="Write a page that shows all states at every step.",
 )
 @click.argument("command", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def prove_resume_command(
@@ -86,15 +84,15 @@ def prove_resume_command(
     command: tuple[str, ...],
     report: Report,
 ) -> int:
-    """Prove that a killed and resumed run continues bit for bit.
+    """Prove that a killed run resumes bit for bit.
 
-    Runs the command unchanged: killed after a save, resumed, and without a kill. In COMMAND, {dir}
-    is an output folder, another one for each of them. Compares batches, losses, gradients, weights,
-    moments, learning rates, schedulers, scaler and generators of every step and rank, and names the
-    first difference with its cause.
+    Runs COMMAND unchanged: killed after a save, resumed, and uninterrupted. {dir} in COMMAND
+    becomes a separate output folder for each run. Compares batches, losses, gradients, weights,
+    moments, learning rates, schedulers, scaler and generators of every step and rank. Reports the
+    first difference and its cause.
 
-    Exit status: 0 exact, 1 not exact, 2 not deterministic even without a resume (or wrong usage), 3
-    a run failed.
+    Exit status: 0 exact, 1 not exact, 2 not deterministic even without a resume (or wrong usage),
+    3 a run failed.
     """
     if html is not None:
         ensure_writable(html, [str(output)] if output is not None else [])

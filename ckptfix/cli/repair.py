@@ -26,11 +26,11 @@ from ckptfix.storage.opened import open_files
 from ckptfix.wording import line
 
 _WORDS: dict[object, str] = {
-    (1, False): "left damaged",
-    (1, True): "repaired in part",
+    (1, False): "still damaged",
+    (1, True): "partly repaired",
     "dry": "to repair",
     (0, True): "repaired",
-    (0, False): "without damage",
+    (0, False): "undamaged",
 }
 """(exit status, whether anything was done) -> what became of a checkpoint, for the summary of
 several.
@@ -78,32 +78,32 @@ several.
     "--models",
     type=int,
     metavar="N",
-    help="The script has N models: drop proven copies beyond that.",
+    help="The script has N models: delete proven duplicates beyond that.",
 )
 @click.option(
     "--keep",
     multiple=True,
     metavar="ROLE=N|FILE",
     help=(
-        f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: of a model that is stored twice, keep "
-        "this file or index."
+        f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: keep this file or index of a model "
+        "that is stored twice."
     ),
 )
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]), default=Keys.AUTO.value, show_default=True,
-              help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
+              help="auto: collapse nested wrappers; bare: strip all; ddp: keep exactly one 'module.'.")  # fmt: skip
 @click.option(
     "--adapter",
     default="",
     metavar="NAME",
-    help="Of several adapters in one file, keep this one for PEFT.",
+    help="If a file holds several adapters, keep this one for PEFT.",
 )
-@click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
-@click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
+@click.option("--only", multiple=True, metavar="CODE", help="Repair only findings with this code.")
+@click.option("--allow", multiple=True, metavar="CODE", help="Also repair findings with this code.")
 @click.option(
     "--verbose",
     "-v",
     is_flag=True,
-    help="List everything that was not checked with the command that checks it.",
+    help="List every skipped check with the command that runs it.",
 )
 @TRANSFER
 @BREAK_LOCK
@@ -171,10 +171,10 @@ def repair_command(
             if plan_out is not None and (plan.steps or plan.pending or output is not None):
                 save_plan(plan, plan_out)
                 report.show(
-                    [line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")]
+                    [line(f"plan saved to {plan_out}; to apply it: {apply_command(plan_out)}")]
                 )
             elif plan_out is not None:
-                report.show([line(f"{plan_out} was not written: there is no step to save")])
+                report.show([line(f"{plan_out} was not written: the plan has no steps")])
             if dry_run or plan_out is not None:
                 return plan.preview()
             return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
@@ -197,13 +197,12 @@ def repair_command(
 def _check_arguments(paths: tuple[str, ...], output: str | None, plan_out: str | None) -> None:
     if output is not None and len(paths) > 1:
         raise UsageError(
-            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; "
-            "give one PATH, or repair all of them in place: ckptfix undo gives every byte back"
+            f"--output {output}: one folder cannot hold copies of {len(paths)} checkpoints; name "
+            "one PATH, or leave out --output to repair them in place (every repair can be undone)"
         )
     if plan_out is not None and len(paths) > 1:
         raise UsageError(
-            f"--plan-out {plan_out}: a plan is of one checkpoint, not of {len(paths)}; give one "
-            "PATH"
+            f"--plan-out {plan_out}: a plan covers one checkpoint, not {len(paths)}; name one PATH"
         )
 
 
@@ -215,8 +214,8 @@ def _read_plan(
     """
     if paths or output is not None or plan_out is not None or policy != Policy():
         raise UsageError(
-            f"--plan {file}: the plan names the checkpoint and what to repair; of all options it "
-            "takes --dry-run alone"
+            f"--plan {file}: the plan already names the checkpoint and what to repair; leave out "
+            "PATHS and every option that changes the plan"
         )
     return read_plan(file)
 
@@ -233,8 +232,8 @@ def _keep(models: int | None, keep: Iterable[str]) -> dict[Role, int]:
         name, _, count = item.partition("=")
         if name not in KEEPABLE or not count.isdecimal():
             raise UsageError(
-                f"--keep {item}: write ROLE=N with a role out of {', '.join(KEEPABLE)}, or the "
-                "name of a file"
+                f"--keep {item}: expected ROLE=N (ROLE: {', '.join(KEEPABLE)}) or the name of a "
+                "file"
             )
         counts[KEEPABLE[name]] = int(count)
     if models is not None and counts.setdefault(Role.MODEL, models) != models:

@@ -66,13 +66,13 @@ def ending_of(error: Exception) -> Ending:
         )
         why = " ".join(f"{type(error).__name__}: {error}".split())
         return Ending(
-            f"{why}{code}: this is a fault of ckptfix, so nothing is known; please report it", 3
+            f"{why}{code}: this is a bug in ckptfix, so the outcome is unknown; please report it", 3
         )
     remedy = ""
     if error.errno in DISK_FULL:
-        remedy = "; next: make room on that disk, and run it again"
+        remedy = "; next: free up space on that disk, then run the command again"
     elif error.errno == errno.EROFS:
-        remedy = "; next: name a folder on a disk that can be written to"
+        remedy = "; next: choose a folder on a writable disk"
     if isinstance(error.filename, str) and not is_url(error.filename):
         error.filename = str(staged.target_of(Path(error.filename)))
     return Ending(f"{described(error)}{remedy}", 3)
@@ -122,7 +122,7 @@ COLOUR = click.Option(
     default="auto",
     expose_value=False,
     callback=_choose,
-    help="Print colours. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.",
+    help="When to use colours. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.",
 )
 """The option of every verb that reports; it sets the colours of the context, and no verb sees it.
 """
@@ -342,7 +342,7 @@ def put(
         _silence(err=err)
         if error.errno != errno.EPIPE and not err:
             put(
-                f"ckptfix: stdout: {error.strerror}; the work continues, but its result is not "
+                f"ckptfix: stdout: {error.strerror}; the work continues, but the result is not "
                 "printed",
                 err=True,
             )
@@ -437,7 +437,7 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
     page = Path(os.path.realpath(html))
     for given in inputs:
         if page.is_relative_to(os.path.realpath(given)):
-            raise UsageError(f"--html {html} would change {given}; name a file outside of it")
+            raise UsageError(f"--html {html} would write into {given}; choose a file outside it")
     try:
         if os.path.lexists(page) and not _is_ours(page):
             raise UsageError(
@@ -456,7 +456,9 @@ def write_page(html: str, text: str) -> None:
         return
     page = Path(os.path.realpath(html))
     if os.path.lexists(page) and not _is_ours(page):
-        raise FileExistsError(errno.EEXIST, "it exists meanwhile and is not a ckptfix report", html)
+        raise FileExistsError(
+            errno.EEXIST, "a file that is not a ckptfix report has appeared there", html
+        )
     staged.write_file(page, text.encode("utf-8"))
 
 

@@ -11,30 +11,32 @@ import click
     type=click.Choice(["warn", "raise"]),
     default="warn",
     show_default=True,
-    help="What to do when an object is given to prepare() again.",
+    help="What to do when an object is passed to prepare() again.",
 )
-@click.option("--no-check-backward", is_flag=True, help="Do not warn of loss.backward().")
+@click.option("--no-check-backward", is_flag=True, help="Do not warn about loss.backward().")
 @click.option(
     "--save-together",
     is_flag=True,
-    help="Every process of the script calls save_state: save as one, with a barrier at the end.",
+    help="Save as one, with a barrier at the end, in scripts where every process calls save_state.",
 )
 @click.option(
     "--save-timeout",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="End a save that waits for other processes with an error after SECONDS (default: 540).",
+    help="Fail a save that has waited SECONDS for other processes (default: 540).",
 )
 @click.option(
     "--missing-states",
     type=click.Choice(["require", "warn", "ignore"]),
     help=(
-        "What a Trainer does when it resumes without an optimizer, scheduler or random states "
-        "(default: require)."
+        "What a Trainer does when it resumes from a checkpoint without an optimizer, scheduler or "
+        "random states (default: require)."
     ),
 )
 @click.option(
-    "--no-check-saves", is_flag=True, help="Do not warn of saves that will load as something else."
+    "--no-check-saves",
+    is_flag=True,
+    help="Do not warn about saves that would load back as something else.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -50,9 +52,9 @@ def run_command(
 ) -> Callable[[], None]:
     """Run a script with every Accelerator and Trainer guarded.
 
-    Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several
-    processes: torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m
-    ckptfix run SCRIPT.
+    Runs SCRIPT as `python SCRIPT` does. Everything after SCRIPT is passed to the script. With
+    several processes: torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch
+    -m ckptfix run SCRIPT.
     """
     from ckptfix.training.running import run_script
     from ckptfix.training.trainer.trainer_patch import patch_trainer

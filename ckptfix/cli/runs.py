@@ -67,10 +67,10 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
         if self.clean is not None:
             but += f"; the newest one without problems: {self.clean}"
         if self.unexplained:
-            but += f"; newer, and not complete: {'; '.join(self.unexplained)}"
+            but += f"; newer but incomplete: {'; '.join(self.unexplained)}"
         by = f" by its number ({self.saved_later})" if self.saved_later else ""
         # What check found may be that a file is missing.
-        kind = "one that a load takes" if self.is_doubted else "complete one"
+        kind = "one that a load accepts" if self.is_doubted else "complete one"
         return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"
 
 
@@ -214,9 +214,9 @@ class Runs:
             problem = problems_in(choice.passed_over)
             names = series([one.path.name for one in choice.rivals])
             if choice.proof:
-                problem = f"{names} are complete, and contradict each other"
+                problem = f"{names} are complete but contradict each other"
             elif choice.rivals:
-                problem = f"{names} are complete, and their times do not say which is newer"
+                problem = f"{names} are complete, but their times do not show which is newer"
             return Resume(
                 run=run, checkpoint=None, problem=problem, passed_over=passed_over,
                 other_run=other_run,
@@ -246,14 +246,14 @@ class Runs:
         if seconds > DAY and not other_run:
             other_run = (
                 f"{run}: {name} was saved {days_between(0, seconds)} after {best.name}, which may "
-                "be of an older run; next: move the older run out of the folder, or ignore this if "
-                "the files were copied"
+                "belong to an older run; next: move the older run out of the folder, or ignore "
+                "this if the files were copied"
             )
         # Uploads of many files at once have times in any order.
         elif seconds > _AT_ONCE and not other_run and not is_of_listing(run):
             saved_later = (
-                f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer, as of a "
-                "second run in the folder, or of a copy"
+                f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer, as after "
+                "a second run in this folder or a copy"
             )
         return Resume(
             run=run, checkpoint=best, problem=problem, is_doubted=is_doubted, clean=clean,

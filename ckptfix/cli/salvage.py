@@ -27,8 +27,8 @@ from ckptfix.cli.verb_options import PATH, Verb
 def salvage_command(source: str, output: str, keep_damaged: bool, report: Report) -> int:
     """Recover the intact tensors of a damaged checkpoint.
 
-    SRC: a file or a folder. DST: a new folder; salvage.json in it lists what is lost.
-    Exit status: 0 nothing is lost, 1 something is, 3 nothing could be saved.
+    SRC: a file or a folder. DST: a new folder; its salvage.json lists what was lost.
+    Exit status: 0 nothing was lost, 1 something was lost, 3 nothing could be recovered.
     """
     from ckptfix.conversion.salvage import salvage
 

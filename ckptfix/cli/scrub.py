@@ -33,19 +33,19 @@ from ckptfix.wording import Line, count_of, escape, line
     cls=Verb,
     rare=["--state"],
     unfit=lambda params: (
-        "processes share a fleet by --shard I/N alone, each with a state file and a report of "
-        "its own"
+        "scrub divides a fleet among processes only by --shard I/N, each with its own state file "
+        "and report"
     ),
     forms=[Form.TEXT, Form.JSON, Form.JSONL],
-    quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
+    quiet="Print only the paths that are not clean, one per line, quoted for xargs.",
     examples=[
         (
             "ckptfix scrub runs",
-            "Check every checkpoint below runs, and read all data with digests.",
+            "Check every checkpoint under runs, and compare all data that has digests.",
         ),
         (
             "ckptfix scrub runs --read-data-subset 5%",
-            "Read a twentieth of the data: all of it in 20 nights.",
+            "Read a twentieth of the data each night, and all of it in 20 nights.",
         ),
         (
             "ckptfix scrub s3://bucket/runs --max-duration 6h",
@@ -56,23 +56,23 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=PATH)
 @click.option(
     "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
-    help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",
+    help="How much to read of the files that have digests in a manifest. P%: each night the next part; 0%: none.",
 )  # fmt: skip
 @click.option(
     "--max-duration",
     metavar="TIME",
-    help="Stop after a time such as 6h; the next run continues from there.",
+    help="Stop after this time, such as 6h; the next run continues from there.",
 )
 @click.option(
     "--max-age", metavar="TIME",
-    help="Skip what is unchanged and was looked at or read in this time, such as 30d.",
+    help="Skip what is unchanged and was checked or read within this time, such as 30d.",
 )  # fmt: skip
 @click.option(
     "--state", "state_file", type=LocalFile(dir_okay=False), metavar="FILE",
-    help="Remember there what was looked at and read.  [default: ~/.local/state/ckptfix/scrub.sqlite]",
+    help="Where to record what was checked and read.  [default: ~/.local/state/ckptfix/scrub.sqlite]",
 )  # fmt: skip
 @click.option(
-    "--shard", metavar="I/N", help="Look at this share of the checkpoints alone: 0/N to N-1/N."
+    "--shard", metavar="I/N", help="Check only this share of the checkpoints: 0/N to N-1/N."
 )
 @click.option(
     "--html",
@@ -84,11 +84,11 @@ def scrub_command(
     paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None,
     state_file: str | None, shard: str | None, html: str | None, report: Report,
 ) -> int:  # fmt: skip
-    """Check a fleet of checkpoints; read its data over many nights.
+    """Check a fleet of checkpoints, and its data over many nights.
 
-    Looks at every checkpoint as check does, and compares a part of the files with the digests that
-    seal wrote. A state file remembers what was read when. Each run continues where the last
-    stopped; --max-age skips what is unchanged. Changes nothing in a checkpoint.
+    Checks every checkpoint as check does, and compares part of the files with the digests that seal
+    wrote. A state file records what was read and when. Each run continues where the last one
+    stopped; --max-age skips what is unchanged. No checkpoint is changed.
     """
     until = (
         monotonic() + parse_duration(max_duration, "--max-duration")
@@ -146,9 +146,7 @@ def _scrub(
             keep=partial(report.element, "checkpoints"), stop=stop,
         )  # fmt: skip
     except KeyboardInterrupt:
-        words = (
-            "interrupted: nothing was changed; to continue from here, run the same command again"
-        )
+        words = "interrupted: nothing was changed; to continue, run the same command again"
         if not report.has_begun:
             report.message(f"ckptfix: {words}")
         return report.finish({"error": words}, INTERRUPTED)
@@ -188,7 +186,7 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
     since = moment(scrub.since)[:16].replace("T", " ")
     if scrub.kept:
         many = count_of(scrub.kept, "checkpoint")
-        yield line(f"not looked at again: {many}, unchanged since the last look (after {since})")
+        yield line(f"skipped: {many}, unchanged since the last check (after {since})")
     if gone:
         yield line(f"gone since the last run: {count_of(gone, 'checkpoint')}")
     if scrub.without_digests:
@@ -197,8 +195,8 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
             "ckptfix seal CHECKPOINT"
         )
     if share is not None and not batch.words:
-        why = "their paths decide to which share they belong"
-        yield line(f"nothing to do: share {share} has no checkpoint ({why})")
+        why = "the path of a checkpoint decides its share"
+        yield line(f"nothing to do: share {share} has no checkpoints ({why})")
     if scrub.total.files:
         part = (
             f"subset {scrub.subset}: "
@@ -208,15 +206,17 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
         yield line(f"data: {part}{scrub.total}")
     if scrub.is_late:
         left = count_of(batch.words["not reached"], "checkpoint")
-        left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
-        left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
+        left += f" ({scrub.unknown} never checked)" if scrub.unknown else ""
+        left += (
+            f", {count_of(scrub.total.due, 'file')} of other checkpoints" if scrub.total.due else ""
+        )
         yield line(
-            f"the time is over, left: {left}; to continue from here, run the same command again"
+            f"time limit reached, remaining: {left}; to continue, run the same command again"
         )
     if scrub.total.stopped:
         yield line(
-            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues in "
-            "a file with digests of ranges, and starts any other file again from its first byte; "
-            "to write digests of ranges: ckptfix seal --ranges CHECKPOINT"
+            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues "
+            "within files that have range digests, and starts all others again from their first "
+            "byte; to write range digests: ckptfix seal --ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

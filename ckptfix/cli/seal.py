@@ -29,7 +29,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
         ),
         (
             "ckptfix seal CHECKPOINT --sign key.pem",
-            "Sign the files and the tensors, too, as model.sig and tensors.sig.",
+            "Also sign the files (model.sig) and the tensors (tensors.sig).",
         ),
     ],
 )
@@ -41,35 +41,37 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 )
 @click.option(
     "--ranges", is_flag=True,
-    help="Of each file longer than 1 GB, write the sha256 of every 1 GB of it instead of its own: many processes "
-    "take them at once.",
+    help="For each file over 1 GB, write the sha256 of every 1 GB range instead of one for the file, so that many "
+    "processes can share the work.",
 )  # fmt: skip
 @click.option(
     "--with-sha256",
     is_flag=True,
-    help="With --ranges: write the sha256 of long files themselves, too.",
+    help="With --ranges: also write the sha256 of each such file.",
 )
 @click.option(
     "--no-tensors", is_flag=True,
-    help="Write the digests of files alone, which takes half of the time where processors are what limits it.",
+    help="Write digests of files only, not of tensors. Takes half the time if the CPU is the bottleneck.",
 )  # fmt: skip
 @click.option(
     "--oms", is_flag=True,
-    help="Write statements of OpenSSF Model Signing, too, without a signature: model.oms.json and tensors.oms.json.",
+    help="Also write unsigned OpenSSF Model Signing statements: model.oms.json and tensors.oms.json.",
 )  # fmt: skip
 @click.option(
     "--sign", type=PATH, metavar="KEY",
-    help="Sign these statements with a private key in PEM, offline: model.sig and tensors.sig. The passphrase "
-    "is asked for, or is CKPTFIX_KEY_PASSPHRASE.",
+    help="Sign these statements offline with a private key in PEM: model.sig and tensors.sig. The passphrase "
+    "comes from CKPTFIX_KEY_PASSPHRASE or a prompt.",
 )  # fmt: skip
 @click.option(
-    "--sigstore", is_flag=True, help="Sign them with an identity, by Sigstore's public instance."
+    "--sigstore",
+    is_flag=True,
+    help="Sign them with your identity, through Sigstore's public instance.",
 )
 @click.option(
     "--trust-config",
     type=PATH,
     metavar="FILE",
-    help="Use another instance of Sigstore, as this file describes it.",
+    help="Use the Sigstore instance that this file describes.",
 )
 def seal_command(
     paths: tuple[str, ...], force: bool, ranges: bool, with_sha256: bool, no_tensors: bool,
@@ -78,12 +80,12 @@ def seal_command(
 ) -> int:  # fmt: skip
     """Write the checksums of checkpoints into their manifests.
 
-    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare
-    with. With a key or an identity, they are signed as well, for other tools to verify.
+    Writes the sha256 of every file and tensor into the manifest of each DIR, for ckptfix verify to
+    compare with later. With a key or an identity, they are also signed, for other tools to verify.
     """
     if with_sha256 and not ranges:
         raise UsageError(
-            "--with-sha256 belongs to --ranges; without it every file has its own sha256"
+            "--with-sha256 requires --ranges; without --ranges every file gets its sha256 anyway"
         )
     signing = _signing(sign, trust_config, sigstore=sigstore)
 
@@ -117,16 +119,14 @@ def _signing(key: str | None, trust_config: str | None, *, sigstore: bool) -> Si
     at once.
     """
     if key is not None and sigstore:
-        raise UsageError(
-            "--sign and --sigstore sign with a key or with an identity; give one of them"
-        )
+        raise UsageError("--sign uses a key and --sigstore an identity; choose one of them")
     if trust_config is not None and not sigstore:
-        raise UsageError("--trust-config belongs to --sigstore")
+        raise UsageError("--trust-config requires --sigstore")
     if sigstore:
         return SigstoreSigning(trust_config)
     if key is None:
         return None
     passphrase = os.environ.get(_PASSPHRASE, "")
     if not passphrase and sys.stdin.isatty() and key_is_encrypted(Path(key)):
-        passphrase = click.prompt(f"Passphrase of {key}", hide_input=True, err=True)
+        passphrase = click.prompt(f"Passphrase for {key}", hide_input=True, err=True)
     return KeySigning(key, passphrase.encode() or None)

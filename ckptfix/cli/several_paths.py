@@ -164,7 +164,7 @@ def visit(
             if not isinstance(result, FAILURES):
                 message = f"{path}: {message}"
             if executor.has_ended and not isinstance(result, Interrupted):
-                raise TeamError(f"rank 0 failed, so all of them stop: {message}") from result
+                raise TeamError(f"rank 0 failed, so all ranks stop: {message}") from result
             report.message(f"ckptfix: {message}")
             keep({"path": str(path), "status": status, "error": message})
             batch.add(status, _FAILED)
@@ -324,8 +324,8 @@ class Unchecked:
         """Yield each sentence."""
         yield from map(str, self._sentences.values())
         if self._others:
-            others = count_of(self._others, "other sentence")
-            yield f"{others} of this kind; --json lists all"
+            others = count_of(self._others, "more item")
+            yield f"{others} like these; --json lists all"
 
 
 class _Sentence:
@@ -421,9 +421,9 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
     def describe() -> str:
         now = _identity(Path(output))
         if now == before:
-            what = f"nothing was written at {output}" if before is None else f"so is {output}"
+            what = f"nothing was written to {output}" if before is None else f"so is {output}"
         elif now is None:
-            what = f"the old {output} was moved aside: run the same command again to bring it back"
+            what = f"the old {output} was moved aside: run the same command again to restore it"
         else:
             what = f"{output} is complete"
         return f"{source} is unchanged, and {what}"
@@ -441,9 +441,9 @@ def state_after_upload(folder: str, url: str) -> Callable[[], str]:
         try:
             now = _upload_at(url, is_strict=True)
         except (CkptfixError, OSError) as error:
-            return f"{folder} is unchanged, and {url} could not be looked at: {error}"
+            return f"{folder} is unchanged, and {url} could not be read: {error}"
         if now is None:
-            return f"nothing was written at {url}"
+            return f"nothing was written to {url}"
         if not now[1]:
             return f"{url} is not complete: run the same command again to finish"
         return f"{url} is unchanged" if now == before else f"{url} is complete"
@@ -482,9 +482,9 @@ def _state_of_upload(url: str) -> str:
         with open_files(url, complete=False) as place:
             problem = upload_problem(place)
     except UsageError:
-        return f"nothing was written at {url}"
+        return f"nothing was written to {url}"
     except (CkptfixError, OSError) as error:
-        return f"{url} could not be looked at: {error}"
+        return f"{url} could not be read: {error}"
     return f"{url} is complete" if problem is None else f"{url} is not complete: {problem}"
 
 

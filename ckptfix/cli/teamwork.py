@@ -31,6 +31,8 @@ find out.
 
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
+TO_CONTINUE = "run the same command again to continue where this run stopped"
+
 _ranks: "LaunchedRanks | None" = None
 """The ranks that this process has joined, for ``leave``."""
 
@@ -40,11 +42,12 @@ def share_options() -> list[click.Parameter]:
     return [
         click.Option(
             ["--shard"], metavar="I/N",
-            help="Do part I of N (I from 0 to N-1), without a network; the command without it ends the work.",
+            help="Do part I of N (I from 0 to N-1), without a network. The same command without --shard "
+            "combines the results.",
         ),
         click.Option(
             ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
-            help="Keep results there for the next run, if this run is interrupted.",
+            help="Keep results in FOLDER, so that the next run can continue if this one is interrupted.",
         ),
     ]  # fmt: skip
 
@@ -72,8 +75,7 @@ def run_shared(
     if partial is not None:
         if not partial or is_url(partial):
             raise UsageError(
-                f"--partial {shell_path(partial)}: expected a folder of this machine for the "
-                "results"
+                f"--partial {shell_path(partial)}: expected a local folder for the results"
             )
         folder = Path(partial)
         _ensure_outside(folder, verb, _paths(params))
@@ -97,11 +99,10 @@ def run_shared(
         return _finish(Remembering(results, _say), work)
     own = "" if is_default else f" --partial {shell_path(partial or 'FOLDER')}"
     words = f"{request.command}{own} --shard {place.share}"
-    remedy = "run it again with --partial FOLDER, to keep what is read, should it fail again"
+    remedy = "run it again with --partial FOLDER, which keeps the results if it fails again"
     if results is not None:
-        done = "written" if verb == "migrate" else "read"
-        remedy = f"the same command continues from what was {done}"
-    share_words = f"start each as a share: bash -c {shlex.quote(words)}"
+        remedy = TO_CONTINUE
+    share_words = f"start each process as a share: bash -c {shlex.quote(words)}"
     ranks = _joined(place, results, share_words, remedy)
 
     def begun(executor: Executor) -> int:
@@ -146,8 +147,8 @@ def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
             continue
         if os.path.commonpath([real, root := os.path.realpath(path)]) == root:
             raise UsageError(
-                f"--partial {shell_path(folder)} lies in {shell_path(path)}, where its files would "
-                "count as those of a checkpoint; next: name a folder elsewhere"
+                f"--partial {shell_path(folder)} is inside {shell_path(path)}, where its files "
+                "would count as part of the checkpoint; next: choose a folder outside it"
             )
 
 
@@ -192,14 +193,14 @@ def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
     ranks.ensure_same(
         lambda: version,
         lambda leader, theirs: (
-            f"runs another version of ckptfix than {leader}: {version} (expected {theirs}); next: "
-            "install one version on all nodes"
+            f"runs a different version of ckptfix than {leader}: {version} (expected {theirs}); "
+            "next: install the same version on all nodes"
         ),
     )
     ranks.ensure_same(
         lambda: command,
         lambda leader, theirs: (
-            f"runs another command than {leader}: {command} (expected {theirs}); {_ONE_PROCESS}"
+            f"runs a different command than {leader}: {command} (expected {theirs}); {_ONE_PROCESS}"
         ),
     )
     if not request.params.get("recursive"):  # many checkpoints are compared one by one
@@ -230,7 +231,7 @@ def _finish(executor: Executor, work: Callable[[Executor], int]) -> int:
         if results is None:
             raise
         # A verb that writes has said in which state it left the folder.
-        words = "interrupted: nothing was changed; the same command continues from what was read"
+        words = f"interrupted: nothing was changed; {TO_CONTINUE}"
         raise printing.Interrupted(words) from None
     finally:
         if results is not None:
@@ -250,7 +251,7 @@ def _run_share(
 ) -> int:
     if results is None:
         raise UsageError(
-            f"--shard {share}: where do the results go? add --partial FOLDER, the same for every "
+            f"--shard {share}: the results need a folder; add --partial FOLDER, the same for every "
             "share"
         )
     # A slip must not make the folder one of another command.
@@ -264,16 +265,16 @@ def _run_share(
         _finish(executor, work)
     finally:
         printing.unmute()
-    resumed = f", {executor.resumed} of them by an earlier run" if executor.resumed else ""
+    resumed = f" ({executor.resumed} from an earlier run)" if executor.resumed else ""
     size = human_size(executor.nbytes)
-    report.line(f"share {share}: {count_of(executor.units, 'unit')}, {size}{resumed}", bold=True)
+    report.line(f"share {share}: {count_of(executor.units, 'unit')}{resumed}, {size}", bold=True)
     report.line(f"written: {results.folder}")
     if executor.unread:
         report.line(
-            f"could not be read: {count_of(executor.unread, 'unit')}; run this share again, or let "
-            "the last command try"
+            f"could not be read: {count_of(executor.unread, 'unit')}; run this share again, or "
+            "let the final command read the rest"
         )
-    report.line(f"next, when all shares have ended: {end_of(request, results.folder)}")
+    report.line(f"next, when all shares are done: {end_of(request, results.folder)}")
     document = {
         "path": str(results.folder), "share": str(share), "units": executor.units,
         "resumed": executor.resumed, "bytes": executor.nbytes, "unread": executor.unread,
@@ -338,9 +339,9 @@ def _say_alone() -> None:
 
     if (place := left_alone(os.environ)) is not None:
         _say(
-            f"works alone, as the process that started it has the same rank ({place.rank} of "
-            f"{place.total}); for {place.total} processes that share the work: export {SWITCH}=1; "
-            f"for one: export {SWITCH}=0"
+            f"working alone, because the parent process has the same rank ({place.rank} of "
+            f"{place.total}); to share the work among {place.total} processes: export {SWITCH}=1; "
+            f"to work alone without this message: export {SWITCH}=0"
         )
 
 

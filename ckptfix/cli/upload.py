@@ -13,7 +13,7 @@ from ckptfix.cli.verb_options import PATH, Verb
     examples=[
         (
             "ckptfix upload FOLDER s3://bucket/run/checkpoint_7",
-            "Copy FOLDER to a store, its commit marker last.",
+            "Copy FOLDER to a store, with the commit marker last.",
         ),
     ],
 )
@@ -22,14 +22,14 @@ from ckptfix.cli.verb_options import PATH, Verb
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace what is at URL, once all of the new checkpoint is uploaded.",
+    help="Replace what exists at URL, once the new checkpoint is fully uploaded.",
 )
 def upload_command(folder: str, url: str, overwrite: bool, report: Report) -> int:
     """Copy a complete checkpoint to an object store.
 
-    FOLDER: a checkpoint, or what a save left whose upload failed. URL: as
-    s3://BUCKET/RUN/checkpoint_7. The commit marker is written last: without it, what is there does
-    not count as a checkpoint.
+    FOLDER: a checkpoint, or the folder of a save whose upload failed. URL: for example
+    s3://BUCKET/RUN/checkpoint_7. The commit marker is written last: without it, the uploaded files
+    do not count as a checkpoint.
     """
     from ckptfix.conversion.uploading import upload
 

@@ -17,7 +17,7 @@ from ckptfix.wording import escape
 Example = tuple[str, str]
 """A command to paste, and what it does."""
 
-_QUIET = "Print nothing but failures; the exit status says the rest."
+_QUIET = "Print only failures; the exit status gives the result."
 
 
 _HELP = {"-h", "--help"}
@@ -44,8 +44,8 @@ TRANSFER = click.option(
     "--transfer",
     is_flag=True,
     help=(
-        "For URLs: let bytes go through this machine where the store cannot cut parts out of "
-        "objects; and write to a server that ignores conditions, while nothing else writes there."
+        "For URLs: copy data through this machine if the store cannot copy parts of objects. Also "
+        "write to a server that ignores conditional writes; nothing else may write there meanwhile."
     ),
 )
 BREAK_LOCK = click.option(
@@ -66,7 +66,7 @@ class LocalFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path. Fails for a URL."""
         if is_url(value):
-            self.fail(f"{escape(value)} is a URL: expected a file of this machine", param, ctx)
+            self.fail(f"{escape(value)} is a URL: expected a local file", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -104,7 +104,7 @@ class Verb(click.Command):
                 ["--format", "form"], type=click.Choice([form.value for form in forms]),
                 default=Form.TEXT.value, help="Print the result in this format.  [default: text]",
             ),
-            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object: --format json."),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object; same as --format json."),
             COLOUR,
         )  # fmt: skip
         self.params += self.common

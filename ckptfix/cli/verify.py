@@ -110,7 +110,7 @@ def reload(
             result = told(result)
         show(result.lines())
         if data_status:
-            show([line("--data found problems: they are listed above the reload", colour="red")])
+            show([line("--data found problems; they are listed above the reload", colour="red")])
         document["reload"] = result.as_json()
         status = max(data_status, result.status)
     if html is not None:
@@ -140,16 +140,16 @@ def _what_to_do(path: str, findings: Sequence[Finding]) -> Iterator[Line]:
 
 
 _REPEATS = 8
-_WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
+_WORDS = {1: "with problems", 3: "not fully read", 0: "verified"}
 _NOTHING = "without checksums"
-_VALUES = "verified by their values alone"
+_VALUES = "verified by values only"
 
 
 def _unfit(params: Mapping[str, Any]) -> str:
     """Return why a reload is not proven by several processes, "" when none was asked for."""
     names = ("device_map", "max_memory", "repeats", "html", "require_transfer_proof")
     return (
-        "the proof of a reload needs the devices of one process"
+        "the reload test uses the devices of one process"
         if any(params[name] for name in names)
         else ""
     )
@@ -174,16 +174,16 @@ def _unfit(params: Mapping[str, Any]) -> str:
         ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),
         (
             "ckptfix verify CHECKPOINT --data",
-            "Look for NaN, Inf and lost pages in the values, too.",
+            "Also look for NaN, Inf and lost pages in the values.",
         ),
         ("ckptfix verify COPY --against CHECKPOINT", "Compare with another checkpoint instead."),
         (
             "ckptfix verify CHECKPOINT --signature model.sig --key key.pub",
-            "Compare with what the holder of a key signed.",
+            "Compare with the digests that the owner of a key signed.",
         ),
         (
             "ckptfix verify MODEL --device-map auto",
-            "Load the model onto the devices, and prove what arrives.",
+            "Load the model onto the devices, and verify what arrives.",
         ),
     ],
 )
@@ -197,32 +197,32 @@ def _unfit(params: Mapping[str, Any]) -> str:
 )  # fmt: skip
 @click.option(
     "--signature", "signatures", type=PATH, multiple=True, metavar="FILE",
-    help="Compare with a signed statement of OpenSSF Model Signing instead of the manifest. Needs the signer: --key, "
+    help="Compare with a signed OpenSSF Model Signing statement instead of the manifest. Name the signer with --key, "
     "--certificate-chain or --identity.",
 )  # fmt: skip
 @click.option(
     "--key",
     type=PATH,
     metavar="PUBLIC_KEY",
-    help="The public key, in PEM, of whoever must have signed.",
+    help="The public key of the expected signer, in PEM.",
 )
 @click.option(
     "--certificate-chain", "certificates", type=PATH, multiple=True, metavar="FILE",
-    help="A certificate, in PEM, that the signer's must be below.",
+    help="A certificate, in PEM, to which the signer's certificate must chain.",
 )  # fmt: skip
 @click.option(
     "--identity",
     metavar="NAME",
-    help="Whoever must have signed by Sigstore, such as name@example.com.",
+    help="The expected signer's Sigstore identity, such as name@example.com.",
 )
 @click.option(
-    "--identity-provider", metavar="URL", help="The provider that must know the identity."
+    "--identity-provider", metavar="URL", help="The OpenID provider that issued the identity."
 )
 @click.option(
     "--trust-config",
     type=PATH,
     metavar="FILE",
-    help="Use another instance of Sigstore, as this file describes it.",
+    help="Use the Sigstore instance that this file describes.",
 )
 @click.option(
     "--oms", "statements", type=PATH, multiple=True, metavar="FILE",
@@ -230,30 +230,30 @@ def _unfit(params: Mapping[str, Any]) -> str:
 )  # fmt: skip
 @click.option(
     "--sha256sums", type=PATH, multiple=True, metavar="FILE",
-    help="Compare with a list of sha256sum. Without a manifest, SHA256SUMS in DIR or next to it is used.",
+    help="Compare with a list that sha256sum wrote. Without a manifest, SHA256SUMS in or next to DIR is used.",
 )  # fmt: skip
 @click.option(
     "--device-map", metavar="MAP",
-    help="Prove a reload instead: auto, balanced, sequential, balanced_low_0, or a JSON file with a map.",
+    help="Test a reload instead: auto, balanced, sequential, balanced_low_0, or a JSON file with a map.",
 )  # fmt: skip
 @click.option(
     "--max-memory",
     metavar="JSON",
-    help='What a made map may use: \'{"0": "4GiB", "cpu": "8GiB"}\'.',
+    help='Memory that an automatic map may use: \'{"0": "4GiB", "cpu": "8GiB"}\'.',
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the model, or (model, inputs). Without it: the class that config.json names. With "
-    "--against it names the parameters that DDP's optimizers number.",
+    help="A function that returns the model, or (model, inputs). Default: the class that config.json names. With "
+    "--against, it names the parameters that DDP optimizers only number.",
 )  # fmt: skip
 @click.option(
     "--repeats", type=click.IntRange(min=1), metavar="N",
-    help=f"Runs of the split model each way (default: {_REPEATS}). Without a GPU it runs once.",
+    help=f"How often to run the split model each way (default: {_REPEATS}; once without a GPU).",
 )  # fmt: skip
 @click.option(
     "--require-transfer-proof",
     is_flag=True,
-    help="Transfers that were not exercised count as failed.",
+    help="Count transfers that were not exercised as failed.",
 )
 @click.option(
     "--html",
@@ -271,30 +271,31 @@ def verify_command(
 ) -> int:  # fmt: skip
     """Verify checksums, or test loading.
 
-    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal
-    wrote, or with a signature, or with a list of sha256sum. A download from the Hugging Face hub
-    needs none of them: its files are compared with the digests that the hub's client recorded.
+    Checks each DIR (default: the current folder), and compares every file and tensor with the
+    digests that seal wrote, with a signature, or with a list that sha256sum wrote. A download from
+    the Hugging Face Hub needs none of these: its files are compared with the digests that the Hub
+    client recorded.
 
-    With --device-map, or an option that belongs to it, load it onto a device map instead and prove
-    what arrives: bytes, names, values, transfers, outputs. Anything this machine cannot test is
-    listed as NOT exercised, never as proven. --model runs your own code; the folder's never. With
-    --data, too, both are done.
+    With --device-map or one of its options, loads DIR onto a device map instead, and verifies what
+    arrives: bytes, names, values, transfers, outputs. Anything this machine cannot test is listed
+    as NOT exercised, never as proven. --model runs your code; code in the folder is never run. With
+    --data as well, both are done.
     """
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
     if any(option is not None for option in given) or require_transfer_proof:
         if against is not None or signatures or statements or sha256sums:
             raise UsageError(
-                "--against, --signature, --oms and --sha256sums compare digests, and have no part "
-                "in the proof of a reload"
+                "--against, --signature, --oms and --sha256sums compare digests; the reload test "
+                "(--device-map and its options) does not use them"
             )
         if len(paths) > 1:
             raise UsageError(
-                f"--device-map proves one reload at a time: give one DIR instead of {len(paths)}"
+                f"--device-map tests one reload at a time: name one DIR instead of {len(paths)}"
             )
         if report.is_annotated:
             raise UsageError(
-                f"--format {report.form.value}: the proof of a reload is printed as text or json"
+                f"--format {report.form.value}: the reload test prints only text or json"
             )
         return reload(
             report,
@@ -308,7 +309,7 @@ def verify_command(
             data=data,
         )
     if html is not None:
-        raise UsageError("--html is for the proof of a reload: add --device-map auto")
+        raise UsageError("--html is for the reload test: add --device-map auto")
     from ckptfix.verification.signatures import Trust
     from ckptfix.verification.verify import verify
 

@@ -234,8 +234,9 @@ def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationE
     """Return the error about a piece of a file that does not match its recorded CRC-32."""
     what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
     return OperationError(
-        f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is "
-        f"damaged; next, to recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
+        f"{piece.path}: CRC-32 mismatch in {what} (expected {written:08x}, found {found:08x}): the "
+        f"file is damaged; next, to recover what is intact: {command('salvage', piece.path)} "
+        "NEW_FOLDER"
     )
 
 

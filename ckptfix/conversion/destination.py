@@ -44,25 +44,32 @@ def check_paths(path: AnyPath, output: Path, options: Options) -> None:
     """
     source, target = real_path(path), Path(os.path.realpath(output))
     if output.name == "..":
-        raise UsageError(f"{output}: name the folder itself")
+        raise UsageError(f"{output}: the path ends in '..'; name the folder itself")
     ensure_folder(output.absolute().parent)
     if source == target or (_is_in(source, target) and _is_in(target, source)):
         raise UsageError(f"{output} is the source of the migration; choose another path")
     if _is_in(target, source):
-        raise UsageError(f"{output} lies inside {path}, which is to be migrated")
+        raise UsageError(
+            f"{output} is inside the source of the migration, {path}; choose another path"
+        )
     if not os.path.lexists(output) or _is_empty_folder(output):
         return
     if _is_in(source, target):
-        raise UsageError(f"{path} lies inside {output}; name another place")
+        raise UsageError(
+            f"{path}, the source of the migration, is inside {output}; choose another path"
+        )
     if options.overwrite:
         files_replaced(output)
         if Path.cwd().is_relative_to(target) or os.path.ismount(target):
-            raise UsageError(f"{output} is a folder in use, which cannot be replaced")
+            raise UsageError(
+                f"{output} cannot be replaced: it is a mount point, or it contains the current "
+                "folder"
+            )
         return
-    words = "name another place"
+    words = "choose another path"
     if output.is_dir() and not path.is_dir():
         suffix = next(iter(SUFFIXES.get(options.to, ())), "")
-        words = f"it is a folder; name a new place in it: {output / (path.stem + suffix)}"
+        words = f"it is a folder, so choose a path in it, such as {output / (path.stem + suffix)}"
     with suppress(UsageError):
         files_replaced(output)
         words += ", or replace it with --overwrite"
@@ -83,27 +90,27 @@ def ensure_apart(plan: MigrationPlan) -> None:
         for folder in {os.path.dirname(name) for name in names}:
             if _is_in(place, real_path(root / folder)):
                 raise UsageError(
-                    f"{output} lies inside {root / folder}, which is to be migrated; name another "
-                    "place"
+                    f"{output} is inside {root / folder}, which is part of the source; choose "
+                    "another path"
                 )
     if not os.path.lexists(place):
         return
     if plan.is_file:
         raise UsageError(
-            f"{output} is a folder, and a file would take its place; name another place"
+            f"{output} is a folder (expected a path for a new file); choose another path"
         )
     homes = {real_path(root / name).parent: name for name in names}
     for home, name in homes.items():
         if _is_in(home, place):
             raise UsageError(
-                f"{output} would be replaced, and {root / name}, which is to be migrated, leads "
-                "into it; name another place"
+                f"{output} cannot be replaced: {root / name}, a file of the source, resolves to a "
+                "path inside it; choose another path"
             )
     for base in _base_models(root):
         if _is_in(base, place):
             raise UsageError(
-                f"{output} would be replaced, and the adapter_config.json in {root} names it as "
-                "the model that the adapter needs; name another place"
+                f"{output} cannot be replaced: it contains the base model that adapter_config.json "
+                f"in {root} refers to; choose another path"
             )
 
 
@@ -132,7 +139,10 @@ def files_replaced(output: Path) -> tuple[str, ...]:
         if state is None or (name not in _REWRITTEN and written.get(name) != state)
     ]
     if foreign:
-        what = f"holds what came or changed since ckptfix migrate wrote it: {list_names(foreign)}"
+        what = (
+            "has files that were added or changed after ckptfix migrate wrote it: "
+            f"{list_names(foreign)}"
+        )
         raise _refused(output, what, remove)
     return tuple(name for name, _ in found if name != RECEIPT)
 
@@ -148,7 +158,7 @@ def ensure_unchanged(plan: MigrationPlan, folder: Path | None = None) -> None:
     except UsageError:
         is_same = False
     if not is_same:
-        raise ChangedError(f"{plan.output} changed meanwhile; nothing was written there")
+        raise ChangedError(f"{plan.output} changed during the migration; nothing was written there")
 
 
 def write_receipt(folder: Path, plan: MigrationPlan) -> None:
@@ -200,8 +210,8 @@ def _files_in(folder: Path) -> Iterator[tuple[str, list[int] | None]]:
 
 def _refused(output: Path, why: str, remove: str) -> UsageError:
     return UsageError(
-        f"{output} {why}; --overwrite replaces only a folder that ckptfix migrate wrote; name "
-        f"another place, or remove it yourself: {remove}"
+        f"{output} {why}; --overwrite replaces only a folder that ckptfix migrate wrote; choose "
+        f"another path, or remove it yourself: {remove}"
     )
 
 

@@ -149,8 +149,8 @@ def _lasting(
     owner = owner_of(before) if before is not None else None
     if owner is not None and owner.is_same_machine and owner.is_running:
         raise OperationError(
-            f"{results.folder}: process {owner.pid} writes {output} with these partial results; "
-            "next: wait for its end, and run the same command again"
+            f"{results.folder}: process {owner.pid} is writing {output} with these partial "
+            "results; next: wait until it has ended, then run the same command again"
         )
     if before is None or not before.is_dir():
         before = None

@@ -152,11 +152,11 @@ class MigrateReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
                 f"{_files(optimizer.files)}"
             )
         if self.processes is not None:
-            yield line(f"  to be loaded by {count_of(self.processes, 'process')} of {self.to}")
+            yield line(f"  to be loaded by {count_of(self.processes, 'process')} with {self.to}")
         if self.carried:
             yield line(f"  copied unchanged: {_files(self.carried)}")
         if self.rewritten:
-            yield line(f"  with the new dtype: {_files(self.rewritten)}")
+            yield line(f"  updated with the new dtype: {_files(self.rewritten)}")
         if self.removed:
             yield line(
                 f"  to be replaced in {self.output}: {_files(self.removed)}", colour="yellow"
@@ -171,7 +171,7 @@ class MigrateReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             parts.append(count_of(len(self.optimizers), "optimizer"))
         what = f"{', '.join(parts)}, {human_size(self.bytes_to_write)} in {self.output}"
         if self.dry_run:
-            yield line(f"dry run: nothing was written; it would be {what}")
+            yield line(f"dry run: nothing was written; a real run would write {what}")
         else:
             done = "done and verified" if self.verified else "done"
             yield line(f"{done}: {what}", colour="green")
@@ -243,8 +243,8 @@ def _overflows(plan: MigrationPlan) -> Iterator[str]:
         }
         if counts:
             yield (
-                f"{model.label}: {count_of(sum(counts.values()), 'finite number')} became "
-                f"infinite, too large for {plan.options.dtype}: in {list_names(list(counts))}"
+                f"{model.label}: {count_of(sum(counts.values()), 'finite number')} overflowed "
+                f"{plan.options.dtype} and became infinite: in {list_names(list(counts))}"
             )
 
 
@@ -260,7 +260,7 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
     """Return in words what a plan does not check."""
     words = []
     if not plan.options.verify:
-        words.append("that the new files hold what the old ones do (--no-verify)")
+        words.append("whether the new files match the source (--no-verify)")
     words += (
         f"{one.label}: whether the files of the last ranks are missing; no file records how many "
         "ranks saved it"
@@ -279,12 +279,14 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
             f"{command('repair', plan.output, '', '--keys', plan.options.keys.value)}"
         )
     if plan.may_lack_keys:
-        reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
+        reader = (
+            "dcp.load" if plan.options.to is Format.DCP else "load_state with pytorch_model.bin"
+        )
         words.append(
             "tied weights may lack their second key: safetensors files leave it out, no manifest "
-            f"of a guarded save lists it, and {reader} looks for every key; if one is missing, "
-            "save the source again with ckptfix.Accelerator, or load it into its model and save "
-            "that"
+            f"of a guarded save lists it, and {reader} needs every key; if a key is missing, save "
+            "the source again with ckptfix.Accelerator, or load it into its model and save the "
+            "model"
         )
     return tuple(words)
 
@@ -309,14 +311,14 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
     )
     if found:
         looks = (
-            "load_state under FSDP looks for optimizer_0/"
+            "load_state under FSDP expects optimizer_0/"
             if to_dcp
-            else "load_state looks for optimizer.bin"
+            else "load_state expects optimizer.bin"
         )
         yield (
-            f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can "
-            "load the models, and not the complete state; next, for that, too: add --state all "
-            f"--to {'fsdp' if to_dcp else 'ddp'}"
+            f"{', '.join(found[:3])}: copied unchanged, but with these models {looks}, so only the "
+            "models can be loaded; next, to convert the optimizer too: add --state all --to "
+            f"{'fsdp' if to_dcp else 'ddp'}"
         )
 
 
@@ -331,8 +333,7 @@ def open_new(plan: MigrationPlan, whole: AnyPath) -> tuple[Weights, ...]:
     except CkptfixError as error:
         words = str(error).replace(str(whole), str(plan.output))
         raise OperationError(
-            f"{plan.output}: the new files could not be opened again, nothing was written there: "
-            f"{words}"
+            f"{plan.output}: the new files cannot be opened, so nothing was written there: {words}"
         ) from error
     new = []
     for model in plan.models:
@@ -340,8 +341,8 @@ def open_new(plan: MigrationPlan, whole: AnyPath) -> tuple[Weights, ...]:
         mine = [one for one in found if written.issuperset(one.files)]
         if len(mine) != 1:
             raise OperationError(
-                f"{plan.output}: {model.label} became {min(map(str, written))}, but other files "
-                "would be loaded; nothing was written there"
+                f"{plan.output}: {model.label} was converted to {min(map(str, written))}, but "
+                "loaders would pick different files; nothing was written there"
             )
         new.append(mine[0])
     return tuple(new)
@@ -419,7 +420,7 @@ def migrate(
                 one.format is not Format.DEEPSPEED for one in source.weights
             ):
                 raise UsageError(
-                    f"--dtype original: {path} holds no weights of DeepSpeed; leave it out"
+                    f"--dtype original: {path} has no DeepSpeed weights; leave the option out"
                 )
             ensure_finished(source)
             # Before the plan: an optimizer that was saved twice fails there, with a message about names

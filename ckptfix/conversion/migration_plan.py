@@ -63,8 +63,8 @@ def renamed(weights: Weights, keys: Keys | None) -> Weights:
         raise UsageError(f"{weights.label}: {first!r} and {second!r} would both become {new!r}")
     if key_map.inner and common_wrappers(map(key_map, names)) != key_map.insert:
         raise UsageError(
-            f"{weights.label}: without its inner wrappers every key would begin with a wrapper "
-            "again: it is unclear which are real; leave --keys out"
+            f"{weights.label}: without its inner wrappers, every key would still begin with a "
+            "wrapper, so it is unclear which wrappers are real; leave --keys out"
         )
     return replace(
         weights,
@@ -169,7 +169,7 @@ def parse_size(text: str) -> int:
     size = int(float(match[1] + (match[2] or "")) * _UNITS[match[3].upper()]) if match else 0
     if size < 1:
         raise UsageError(
-            f"--max-shard-size {text}: write a size as 5GB, 500MiB, or a number of bytes"
+            f"--max-shard-size {text}: expected a size such as 5GB or 500MiB, or a number of bytes"
         )
     return size
 
@@ -190,18 +190,16 @@ def make_options(
 ) -> Options:
     """Return the options that these words mean. Raises UsageError for an unknown word."""
     if state not in STATES:
-        raise UsageError(f"--state {state}: write one of {', '.join(STATES)}")
+        raise UsageError(f"--state {state}: expected one of {', '.join(STATES)}")
     is_all = state == ALL
     targets: Sequence[Format | Strategy] = [*Strategy] if is_all else TARGETS
     words = [target.value for target in targets]
     if (word := to.value if isinstance(to, Format | Strategy) else to) not in words:
         others = [*map(_word, TARGETS if is_all else Strategy)]
         other = (
-            f" (--to {word} goes with --state {WEIGHTS if is_all else ALL})"
-            if word in others
-            else ""
+            f" (--to {word} needs --state {WEIGHTS if is_all else ALL})" if word in others else ""
         )
-        raise UsageError(f"--to {word}: write one of {', '.join(words)}{other}")
+        raise UsageError(f"--to {word}: expected one of {', '.join(words)}{other}")
     if is_all:
         for name, value in (("max-shard-size", max_shard_size), ("keys", keys)):
             if value is not None:
@@ -217,12 +215,12 @@ def make_options(
             )
     if processes is not None and (not is_all or processes < 1):
         raise UsageError(
-            f"--processes {processes}: write a number from 1 on, together with --state {ALL}"
+            f"--processes {processes}: expected a number of at least 1, together with --state {ALL}"
         )
     if dtype is not None and dtype not in (*FLOATS, ORIGINAL):
-        raise UsageError(f"--dtype {dtype}: write one of {', '.join((*FLOATS, ORIGINAL))}")
+        raise UsageError(f"--dtype {dtype}: expected one of {', '.join((*FLOATS, ORIGINAL))}")
     if keys is not None and keys not in [*Keys, *(one.value for one in Keys)]:
-        raise UsageError(f"--keys {keys}: write one of {', '.join(one.value for one in Keys)}")
+        raise UsageError(f"--keys {keys}: expected one of {', '.join(one.value for one in Keys)}")
     strategy = Strategy(word) if is_all else None
     return Options(
         to=Format(word) if strategy is None else FORMATS[strategy],
@@ -253,9 +251,9 @@ _MADE_PLAIN = {
     "conjugated": "call resolve_conj().resolve_neg() on them",
     "complex32": "convert them to complex64",
     "float4": "view them as uint8",
-    "meta device": "give them their data",
+    "meta device": "load their data",
 }
-_TO_PLAIN = "make plain tensors of them"
+_TO_PLAIN = "convert them to plain tensors"
 
 _OF_INDEXES = {"metadata", "total_size", "total_parameters"}
 """Entries that every index has or that follow from the tensors."""
@@ -480,7 +478,7 @@ def _most(
     if options.to is Format.DCP:
         why = ""
     if not why and is_file:
-        why = "one file was asked for; name a folder"
+        why = "the output is a single file; name a folder"
     if why:
         raise UsageError(f"--max-shard-size: {why}")
     return options.most
@@ -499,14 +497,14 @@ def planned_model(
         raise _not_carried(weights)
     if weights.nested:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, "
-            "next to tensors that are taken for the model; next: load it with torch, and save "
-            "the model's state dict alone"
+            f"{weights.label}: {list_names(weights.nested)}: dicts that contain tensors, next to "
+            "tensors that are taken for the model; next: load the file with torch, and save only "
+            "the model's state dict"
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a "
-            "pickle, which cannot be copied without running it; to leave them out: --drop-opaque"
+            f"{weights.label}: {list_names(weights.opaque)}: pickled objects, not plain tensors, "
+            "which cannot be copied without running the pickle; to leave them out: --drop-opaque"
         )
     if options.dtype is not None:
         _ensure_no_codes(weights, config)
@@ -517,10 +515,10 @@ def planned_model(
         tensor.fqn: source_of(tensor, options.dtype, weights.label) for tensor in new.tensors
     }
     if len(sources) != len(new.tensors):
-        raise OperationError(f"{weights.label}: a key is in it more than once")
+        raise OperationError(f"{weights.label}: a key occurs more than once")
     if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
         raise OperationError(
-            f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold"
+            f"{weights.label}: its tensors claim {nbytes} bytes, more than any file can hold"
         )
     try:
         files = _files(
@@ -541,11 +539,11 @@ def _not_carried(weights: Weights) -> OperationError:
     kind = next(iter(weights.unread.values()))
     names = [name for name, other in weights.unread.items() if other == kind]
     more = len(weights.unread) - len(names)
-    also = f", and {count_of(more, 'tensor')} of other kinds" if more else ""
+    also = f" (and {count_of(more, 'tensor')} of other kinds)" if more else ""
     remedy = next((remedy for word, remedy in _MADE_PLAIN.items() if word in kind), _TO_PLAIN)
     return OperationError(
-        f"{weights.label}: {list_names(names)}: {kind}, which only torch itself can store{also}; "
-        f"next: load it with torch, {remedy}, and save it again"
+        f"{weights.label}: {list_names(names)}: {kind}, which only torch can store{also}; next: "
+        f"load the file with torch, {remedy}, and save it again"
     )
 
 
@@ -563,10 +561,14 @@ def _ensure_no_codes(weights: Weights, config: Config) -> None:
     coded = next((tensor for tensor in weights.tensors if tensor.dtype.startswith("F8_")), None)
     scale = next((tensor.fqn for tensor in weights.tensors if _SCALE.search(tensor.fqn)), None)
     if coded is not None and (scale is not None or config.is_quantized):
-        why = f"{scale!r} scales such" if scale is not None else f"{NAME} has a quantization_config"
+        why = (
+            f"{scale!r} looks like a scale"
+            if scale is not None
+            else f"{NAME} has a quantization_config"
+        )
         raise OperationError(
-            f"{weights.label}: {coded.fqn!r} is of {coded.dtype}, and {why}: its numbers are "
-            "codes, which --dtype would convert without their scales; leave --dtype out"
+            f"{weights.label}: {coded.fqn!r} has dtype {coded.dtype}, and {why}: the numbers are "
+            "quantized codes, which --dtype would convert without their scales; leave --dtype out"
         )
 
 
@@ -578,8 +580,8 @@ def source_of(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
     """
     if dtype is not None and tensor.dtype in PACKED:
         raise OperationError(
-            f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave "
-            "--dtype out"
+            f"{label}: {tensor.fqn!r} has dtype {tensor.dtype}, which ckptfix does not convert; "
+            "leave --dtype out"
         )
     if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
         return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
@@ -626,9 +628,12 @@ def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
     left = []
     for files, names in {one.files: one.left for one in all_weights}.items():
         if names:
-            left.append(LeftOut(f"{files[0]}: {list_names(names)}", "no weights of a model"))
+            left.append(LeftOut(f"{files[0]}: {list_names(names)}", "not weights of a model"))
     left += (
-        LeftOut(f"{one.label}: {list_names(one.opaque)}", "objects in a pickle, left out as asked")
+        LeftOut(
+            f"{one.label}: {list_names(one.opaque)}",
+            "pickled objects, left out because of --drop-opaque",
+        )
         for one in all_weights
         if one.opaque
     )
@@ -644,7 +649,7 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
         if weights.views:
             yield LeftOut(
                 f"{label}: {list_names(weights.views)}",
-                "that they are parts of one storage: each gets its own storage; their bytes stay",
+                "their shared storage: each tensor gets its own, with the same bytes",
             )
         if weights.disputed:
             yield LeftOut(
@@ -656,7 +661,7 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
             why = "metadata that would be read as the key of a tied tensor"
         else:
             words = weights.metadata.keys() - {"format"}
-            why = "metadata, which only safetensors files have a place for"
+            why = "metadata, which only safetensors files can store"
         if words:
             yield LeftOut(f"{label}: {list_names(sorted(words))}", why)
         if not any(file.path.suffix == ".json" for file in model.files):
@@ -668,5 +673,5 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
             if said:
                 yield LeftOut(
                     f"{label}: {list_names(sorted(said))}",
-                    "what the index says besides: the new model has no index",
+                    "other entries of the index: the new model has no index",
                 )

@@ -37,18 +37,18 @@ _ONCE_PER_PROCESS = (
     "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
 )
 _NEW_CYCLE = (
-    "it counts batches within gradient accumulation; the new run begins with a complete cycle, "
+    "it counts batches within gradient accumulation; the new run starts with a complete cycle, "
     "whatever its gradient_accumulation_steps"
 )
 _STEP_STAYS = (
-    "random_states_*.pkl: copied unchanged, with accelerator.step {step}, which counts batches "
-    "within gradient accumulation: where gradient_accumulation_steps does not divide it, the "
-    "first step takes fewer batches; next, unless the guard of ckptfix resumes: accelerator.step "
-    "= 0 after load_state"
+    "random_states_*.pkl: copied unchanged, with accelerator.step = {step}, which counts batches "
+    "within gradient accumulation; if gradient_accumulation_steps does not divide it, the first "
+    "step uses fewer batches; next, unless the guard of ckptfix resumes the run: set "
+    "accelerator.step = 0 after load_state"
 )
 _BY_HAND = (
-    "Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, "
-    "scheduler.step()"
+    "use Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, "
+    "call scheduler.step()"
 )
 
 
@@ -100,9 +100,14 @@ def other_states(
         if (role is Role.RNG_STATE and str(path) not in wanted) or (
             role is Role.RUN_STATE and rank >= processes
         ):
-            why = f"no rank of {count_of(processes, 'process')} looks for it"
+            why = f"a run with {count_of(processes, 'process')} does not look for it"
         elif role is Role.DATALOADER and before != processes:
-            why = f"it counts the batches of one of {before} processes; the epoch begins anew"
+            saved = (
+                count_of(before, "process")
+                if before is not None
+                else "an unknown number of processes"
+            )
+            why = f"its batch counts belong to a run with {saved}; the epoch starts over"
         if why:
             left.append(LeftOut(str(path), why))
         else:
@@ -118,19 +123,19 @@ def other_states(
         else:
             extras += [one for one in anew if one is not None]
             carried = [path for path in carried if path not in own]
-            left.append(LeftOut(f"accelerator.step, {step}, in the random states", _NEW_CYCLE))
+            left.append(LeftOut(f"accelerator.step = {step} in the random states", _NEW_CYCLE))
             step = 0
     lacking = [name for name in wanted if name not in random_states] if random_states else []
     if lacking:
         if step is not None:
             files = tuple(torch_file(PurePosixPath(name), {STEP: step}) for name in lacking)
             extras.append(PlannedExtra(files=files, old_files=(PurePosixPath(random_states[0]),)))
-        only = f": only accelerator.step, {step}, is in it" if step is not None else ""
+        only = f" (only accelerator.step = {step} is written)" if step is not None else ""
         left.append(
             LeftOut(
                 f"random states in {list_names(lacking)}",
-                f"no such rank saved any{only}; a copy of another rank's would give both the same "
-                "dropout",
+                f"no such rank saved any{only}; with a copy of another rank's states, both ranks "
+                "would use the same dropout",
             )
         )
     if before is not None and not names.is_trainer:
@@ -172,31 +177,28 @@ def _other_paces(
     position, steps = _count(path, "last_epoch"), _steps_of(state)
     if position is not None and steps and position == steps and before > 1:
         return  # the script has it advanced by 1 at each step
-    shown = (
-        f"at {position} after {count_of(steps, 'step')} of the optimizer"
-        if steps
-        else f"at {position}"
-    )
+    shown = f"at step {position}" if position is not None else "at an unknown step"
+    if steps:
+        shown += f" after {count_of(steps, 'optimizer step')}"
     is_known = position is not None and steps and position == steps * before and before > 1
     unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
     if position and steps and not is_known and position % steps == 0:
         unless += (
-            f" and advances it by {position // steps} at each step; these numbers suggest that it "
-            "does"
+            f" and advances it by {position // steps} at each step, which these numbers suggest"
         )
     if before != processes:
         yield (
             f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at "
-            f"each step (by {before} so far, by {processes} from now on){unless}; next, where the "
-            "batch of a step stays as large as it was: "
-            f"{_BY_HAND}{f' {before} times' if before > 1 else ''}"
+            f"each step (by {before} so far, by {processes} from now on){unless}; next, if the "
+            f"total batch size of a step does not change: {_BY_HAND}"
+            f"{f' {before} times' if before > 1 else ''}"
         )
     if strategy not in BY_TORCH and before > 1 and not (state and _has_scheduler(state)):
         yield (
-            f"{path.name}: {shown}, as Accelerate advanced it by {before} at each step{unless}; a "
-            "scheduler that DeepSpeed's engine has itself (of ds_config, or a DummyScheduler) "
-            "would go on from there, by 1 at each step; next: let the script prepare() its "
-            "scheduler of torch, which goes on as before"
+            f"{path.name}: {shown}, because Accelerate advanced it by {before} at each "
+            f"step{unless}; a scheduler owned by DeepSpeed's engine (from ds_config, or a "
+            "DummyScheduler) would continue from there by 1 at each step; next: prepare() a torch "
+            "scheduler in the script, which continues as before"
         )
 
 
@@ -235,9 +237,9 @@ def out_of_engines(
         inside = state.extra.get(MODEL_STATES, {})
         if of_script := sorted(key for key in inside if key not in OF_ENGINE):
             warnings.append(
-                f"{state.label}: {list_names(of_script)}, what the script gave to save_checkpoint "
-                "as client_state, is left out: only DeepSpeed's files have a place for it; next, "
-                "where the script needs it: torch.load it from the old checkpoint"
+                f"{state.label}: the client_state that the script passed to save_checkpoint "
+                f"({list_names(of_script)}) is left out: only DeepSpeed's files can store it; "
+                "next, if the script needs it: torch.load it from the old checkpoint"
             )
         held = inside.get(_LR_SCHEDULER)
         name = names.scheduler(state.index)
@@ -252,16 +254,16 @@ def out_of_engines(
             extras.append(PlannedExtra(files=files, old_files=state.files[:1]))
             if processes > 1 and not names.is_trainer:
                 warnings.append(
-                    f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and "
+                    f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, but "
                     f"Accelerate advances it once per process, by {processes} from now on, "
-                    f"{_ONCE_PER_PROCESS}; next, where the batch of a step stays as large as it "
-                    f"was: {_BY_HAND}"
+                    f"{_ONCE_PER_PROCESS}; next, if the total batch size of a step does not "
+                    f"change: {_BY_HAND}"
                 )
             continue
-        shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
+        shown = f" ({held})" if isinstance(held, dict) and len(held) < 4 else ""
         warnings.append(
-            f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no "
-            "scheduler of torch takes it; next: let the script's scheduler begin at this step"
+            f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no torch "
+            "scheduler can load it; next: start the script's scheduler at this step"
         )
     scaler = _scaler_of(optimizers)
     if scaler and not (root / _SCALER).exists():
@@ -269,9 +271,9 @@ def out_of_engines(
         extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
         if scaler["growth_interval"] == _NEVER:
             warnings.append(
-                f"{optimizers[0].label}: its scale of the loss, {scaler['scale']:g}, is static, "
-                f"and torch's GradScaler has only dynamic ones: by {_SCALER} it begins there, "
-                "never grows, and is halved by an overflow"
+                f"{optimizers[0].label}: its loss scale, {scaler['scale']:g}, is static, but "
+                f"torch's GradScaler is always dynamic: with {_SCALER} it starts at this scale, "
+                "never grows it, and halves it after an overflow"
             )
     return OtherStates(extras=tuple(extras), warnings=tuple(warnings))
 
@@ -347,9 +349,9 @@ def into_engine(
     elif dtype is None:
         warnings = (
             (
-                f"{_SCALER}: the run trained in fp16, and DeepSpeed's new files are not for fp16: "
-                "a run in fp16 would take the scale 1 from them for good; next: --dtype fp16, or "
-                "--dtype bf16 where the new run is in bf16"
+                f"{_SCALER}: the run trained in fp16, but the new DeepSpeed files are not for "
+                "fp16: an fp16 run would load the loss scale 1 from them and keep it; next: "
+                "--dtype fp16, or --dtype bf16 if the new run uses bf16"
             ),
         )
     return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside}), warnings

@@ -413,9 +413,9 @@ def _full(plan: MigrationPlan, error: OSError) -> OperationError:
     """
     need = plan.bytes_to_write
     return OperationError(
-        f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was "
-        "written there; next: make room on that disk, or name a place on another one, and run it "
-        "again"
+        f"{plan.output}: {error}; the migration needs {need} bytes ({human_size(need)}) in total; "
+        "nothing was written there; next: free up space on that disk or choose a path on another "
+        "disk, then run the same command again"
     )
 
 
@@ -433,7 +433,7 @@ def source_manifest(plan: MigrationPlan) -> Manifest | None:
         return readable_manifest(plan.source.root)
     except OSError as error:
         raise OperationError(
-            f"{path} cannot be read: {error.strerror}; next, to be allowed to: chmod u+rX "
+            f"{path} cannot be read: {error.strerror}; next: chmod u+rX "
             f"{' '.join(map(shell_path, (path.parent, path)))}"
         ) from error
 
@@ -482,11 +482,11 @@ def _shortened(
     data = replace(
         manifest, models=tuple(replace(one, digests={}) for one in manifest.models)
     ).to_bytes()
-    too_long = f"would take {length} bytes, {MAX_MANIFEST} are read at most"
+    too_long = f"would have {length} bytes (limit: {MAX_MANIFEST})"
     if len(data) > MAX_MANIFEST:
         raise OperationError(
             f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of "
-            "tensors; nothing was written; next, to migrate without it: mv "
+            "tensors; nothing was written; next, to migrate without a manifest: mv "
             f"{shell_path(plan.source.root / MANIFEST)} ELSEWHERE"
         )
     return data, (f"{plan.output / MANIFEST} has no digests of tensors: with them it {too_long}",)
@@ -510,9 +510,9 @@ def outdated(plan: MigrationPlan) -> Iterator[str]:
         written = {str(below / name) for name in (*names, *plan.removed)}
         is_changed = not written.isdisjoint({*manifest.digests, *manifest.files})
         if manifest.digests or is_changed:
+            verb = "describes the previous files" if is_changed else "does not list the files"
             yield (
-                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} "
-                f"what is written to {below}; next, to make it true: "
+                f"{folder / MANIFEST} {verb} in {below}; next, to update the manifest: "
                 f"{command('seal', folder, '', *(['--force'] if is_changed else []))}"
             )
 

@@ -88,8 +88,9 @@ def _prove_tensors(
     """
     for name in (*wanted, *there):
         if _kind(wanted.get(name)) != _kind(there.get(name)):
+            expected, actual = (_kind(tensors.get(name)) for tensors in (wanted, there))
             raise _differs(
-                where, f"{name!r} is {_kind(there.get(name))} (expected {_kind(wanted.get(name))})"
+                where, f"{name!r} is {actual or 'missing'} (expected {expected or 'no tensor'})"
             )
     nameless = {name: tensor._replace(fqn="") for name, tensor in there.items()}
     unread: dict[StoredTensor, str] = {}
@@ -105,7 +106,7 @@ def _prove_tensors(
         found[tensor] = one.digest
     for name, tensor in nameless.items():
         if found[tensor] != digests[name]:
-            raise _differs(where, f"{name!r} has other bytes than were read from the source")
+            raise _differs(where, f"{name!r} differs from what was read from the source")
     return found
 
 
@@ -199,7 +200,7 @@ def _compare_numbers(where: str, wanted: Mapping[str, Any], there: Mapping[str, 
 
 def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -> None:
     if [group.names for group in wanted.groups] != [group.names for group in there.groups]:
-        raise _differs(where, "its param groups have other parameters")
+        raise _differs(where, "its param groups list different parameters than in the source")
     with OpenFiles() as files:
         for number, (one, other) in enumerate(zip(wanted.groups, there.groups, strict=True)):
             for key in (*one.options, *other.options):
@@ -237,15 +238,15 @@ def prove_copy(source: AnyPath, copy: AnyPath, progress: Progress | None) -> Non
     with open_reader(source) as one, open_reader(copy) as other:
         if one.size != other.size:
             raise OperationError(
-                f"{source} has {one.size} bytes, its copy {other.size}: it changed while it was "
-                "copied"
+                f"{source} changed while it was copied (source: {one.size} bytes, copy: "
+                f"{other.size} bytes)"
             )
         runs = [Run(0, 0, one.size)] if one.size else []
         found = first_difference(one, other, runs, progress=progress)
     if found is not None:
         raise OperationError(
-            f"{source} differs from its copy from byte {found.offset_a} on: it changed, or a disk "
-            "is failing; nothing was written"
+            f"{source} differs from its copy from byte {found.offset_a} on: the source changed, or "
+            "a disk is failing; nothing was written"
         )
 
 

@@ -132,7 +132,7 @@ class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         if self.status:
             return ""
         is_proven = not (self.not_checked or self.doubtful or self.unindexed)
-        return "everything was intact" if is_proven else "nothing missing was found"
+        return "everything was intact" if is_proven else "no losses found"
 
     @property
     def next_steps(self) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             yield line(f"  {count_of(len(self.copied), 'file')} copied unchanged")
         yield from _lost_lines("kept although damaged", self.damaged, "yellow")
         yield from _lost_lines("lost", self.lost, "red")
-        yield from _lost_lines("kept, but it may not be what was written", self.doubtful, "yellow")
+        yield from _lost_lines("kept, but possibly not as saved", self.doubtful, "yellow")
         yield from (line(f"left out: {words}") for words in self.left_out)
         yield from (line(f"note: {words}") for words in self.notes)
         if self.verdict:
@@ -230,7 +230,7 @@ def plan_file(part: PartOfModel) -> PlannedFile:
                 one.fqn: Source(made, one) for made, one in zip(new, found.tensors, strict=True)
             }
             return PlannedFile(part=part, output=output, sources=sources)
-    raise OperationError(f"{part.source}: no file can hold it: {'; '.join(refused)}")
+    raise OperationError(f"{part.source}: no file format can store it: {'; '.join(refused)}")
 
 
 def write_salvage(
@@ -284,7 +284,8 @@ def _umask() -> int:
 
 
 _NO_CHECKSUMS = (
-    "values without a checksum (safetensors, legacy torch files, pickles): flipped bits do not show"
+    "values without a checksum (safetensors, legacy torch files, pickles): flipped bits are not "
+    "detected"
 )
 
 
@@ -308,7 +309,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
     if not any(dcp_folders(folder)):
         ensure_checkpoint(folder, "salvage", " NEW_FOLDER")
     if target.only is not None and target.only.endswith(".json"):
-        raise UsageError(f"{target.path} is an index; give the folder {target.root}")
+        raise UsageError(f"{target.path} is an index; name its folder instead: {target.root}")
     found, sealed = SalvagePlan(folder.root), Sealed(target, progress)
     files = Files(found, sealed, keep_damaged, progress)
     models = Models(folder, files)
@@ -317,9 +318,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
         _Folders(folder, files, models).sort()
         known = {one.file for one in found.lost}
         missing = (name for name in sealed.missing() if name not in known)
-        found.lost += (
-            Lost(name, None, "the manifest lists it, and it is not there") for name in missing
-        )
+        found.lost += (Lost(name, None, "listed in the manifest, but missing") for name in missing)
         for lost in _absent(target):
             found.absent.append(lost.file)
             if lost.file not in {one.file for one in found.lost}:
@@ -327,12 +326,15 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
         if (folder.root / JOURNAL).is_dir():
             found.leave_journal(PurePosixPath())
     if sealed.problem:
-        found.not_checked.append(f"digests, as the manifest cannot be used: {sealed.problem}")
+        found.not_checked.append(f"digests, because the manifest cannot be used: {sealed.problem}")
     if sealed.unequal and not sealed.equal:
         manifest = shell_path(folder.root / MANIFEST)
-        found.advice = f"if the manifest is of an earlier save: rm {manifest}, and salvage again"
+        found.advice = (
+            f"if the manifest belongs to an earlier save: rm {manifest}, and salvage again"
+        )
         found.not_checked.append(
-            f"whether anything is damaged, as nothing has its sealed digest; {found.advice}"
+            "whether anything is damaged, because nothing matches its digest in the manifest; "
+            f"{found.advice}"
         )
     if found.unchecked:
         found.not_checked.append(_NO_CHECKSUMS)
@@ -351,7 +353,7 @@ def _absent(target: Target) -> Iterator[Lost]:
         names: Sequence[str] = ()
         reason = ""
         if isinstance(finding, EntryGap):
-            names, reason = [str(finding.missing)], f"missing, and {finding.path} is there"
+            names, reason = [str(finding.missing)], f"missing, although {finding.path} exists"
         elif (
             isinstance(finding, IncompleteCheckpoint)
             and finding.severity is not Severity.NOTE
@@ -413,11 +415,11 @@ class _Folders:
 
     def _is_file(self, path: PurePosixPath) -> bool:
         if str(path) == REPORT:
-            self.found.left_out.append(f"{REPORT} of the source, for the new one")
+            self.found.left_out.append(f"{REPORT} of the source; the new folder gets its own")
             return False
         if path.name in OF_FILES:
             self.found.left_out.append(
-                f"{path}: a statement about the old files; of the new ones: ckptfix seal"
+                f"{path}: describes the old files; to write one for the new files: ckptfix seal"
             )
             return False
         try:
@@ -463,7 +465,11 @@ class _Folders:
         if not is_symlink(self._root / path):
             return False
         self.found.lost.append(
-            Lost(str(path), None, "it is a link to a folder, which is not followed")
+            Lost(
+                str(path),
+                None,
+                "it is a link to a folder, and salvage does not follow links to folders",
+            )
         )
         return True
 
@@ -478,16 +484,21 @@ class _Folders:
         if group.index_path is not None and index is None and group.is_whole and group.rivals == 1:
             self.found.unindexed.append(here / group.index_path)
         self.found.lost += [
-            Lost(str(here / file), None, "missing; a part of the model was in it")
+            Lost(str(here / file), None, "missing; it held a part of the model")
             for file in group.missing
         ]
         self.found.lost += [
-            Lost(str(here / group.listed[name]), name, "the index promises it there")
+            Lost(
+                str(here / group.listed[name]),
+                name,
+                "the index lists it in this file, but it is not there",
+            )
             for name in absent(group)
             if group.listed[name] not in group.missing and group.is_whole
         ]
         words = (
-            "two files hold it with different values, and loaders take the last; copied unchanged"
+            "two files store it with different values, and loaders use the last one; copied "
+            "unchanged"
         )
         members = [replace(member, path=here / member.path) for member in group.members]
         self.found.lost += [
@@ -525,7 +536,7 @@ class _Folders:
             if judged.unnamed:
                 files = count_of(len(judged.unnamed), "file")
                 self.found.left_out.append(
-                    f"{files} in {where} that .metadata does not name: {list_names(judged.unnamed)}"
+                    f"{files} in {where} that .metadata does not list: {list_names(judged.unnamed)}"
                 )
 
     def _judged(self, where: PurePosixPath) -> JudgedFolder:
@@ -585,7 +596,7 @@ def salvage(
         names = listed_files(target.root) if target.only is None else (target.only,)
         for why in refused_files(target.root / name for name in names):
             raise OperationError(
-                f"{why}; a file that may not be read is not lost; nothing was written"
+                f"{why}; nothing was written, because files without read permission are not lost"
             )
         found = plan_salvage(target, keep_damaged=keep_damaged, progress=progress)
         if not found.parts and not found.components:
@@ -622,6 +633,6 @@ def _nothing(path: AnyPath, found: SalvagePlan) -> str:
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""
     return (
-        f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: "
-        + (found.advice or command("check", path))
+        f"{path}: nothing can be salvaged: {'; '.join(reasons) or 'it has no tensors'}{more}; "
+        "next: " + (found.advice or command("check", path))
     )

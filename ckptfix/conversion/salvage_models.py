@@ -59,7 +59,7 @@ def merge_shards(
                     Lost(
                         file,
                         name,
-                        f"{' and '.join(twice[name])} hold it, and no index says which counts",
+                        f"{' and '.join(twice[name])} hold it, and no index shows which is used",
                     )
                 )
             elif first.setdefault(kept, name) == name:
@@ -73,7 +73,7 @@ def merge_shards(
     for file, one in dicts:
         for key in [key for key, text in one.metadata.items() if metadata.get(key, text) != text]:
             del metadata[key]
-            reason = f"its metadata {key!r} differs from that of other files of the model"
+            reason = f"{key!r} differs between the files of the model"
             lost.append(Lost(file, METADATA_KEY, reason))
     whole = SavedDict(
         tensors=tuple(tensors.values()),
@@ -95,7 +95,7 @@ def merge_shards(
 def of_copy(name: str | None, copies: Mapping[str, str]) -> str:
     """Return where another copy of a lost tensor is, in words; "" when there is none."""
     file = copies.get(name or "")
-    return f"; {file} holds another copy, which may be of another save" if file is not None else ""
+    return f"; {file} holds another copy, possibly from another save" if file is not None else ""
 
 
 def _in_two(
@@ -184,8 +184,8 @@ class Models:
                 Lost(
                     group.listed[key],
                     key,
-                    f"{taken.copies[key]} holds it with other values, which are left out, as the "
-                    "index names this file",
+                    f"{taken.copies[key]} holds it with different values, which are left out "
+                    "because the index points to this file",
                 )
                 for key in disputed
                 if key in kept and key in taken.copies
@@ -268,11 +268,10 @@ class Models:
             self._files.unchecked(where, runs)
         self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
         if whole is not None:
-            words = (
-                "holds a part of a model, and has a name that no loader looks for, as the model is "
-                "complete in"
+            self._found.notes.append(
+                f"{source}: the saved part of its model gets a name that no loader looks for, "
+                f"because {whole} has the complete model"
             )
-            self._found.notes.append(f"what is saved of {source} {words} {whole}")
 
     def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:
         """Return the file with an intact model at this position that is not in ``own``; None
@@ -360,7 +359,7 @@ class Models:
         for _, one in judged.dicts:
             self._found.damaged += one.damaged
         if not any(one.damaged for _, one in judged.dicts):
-            words = "but every tensor of its model that was sealed has its own"
+            words = "but every sealed tensor of its model matches its digest"
             self._found.doubtful += [
                 Lost(str(path), None, f"{why}, {words}") for path, why in differing.items()
             ]
@@ -411,12 +410,12 @@ class Models:
                 reason = (
                     "its file cannot be read"
                     if file in taken.unread
-                    else "the index promises it there"
+                    else "the index lists it in this file, but it is not there"
                 )
                 reason = "its file is missing" if file in group.missing else reason
                 self._found.lost.append(Lost(file, name, reason + of_copy(name, taken.copies)))
         self._found.lost += [
-            Lost(file, None, "missing; which tensors were in it is not known")
+            Lost(file, None, "missing; it is not known which tensors it held")
             for file in group.missing
             if file not in group.listed.values()
         ]
@@ -439,9 +438,7 @@ class Models:
             return []
         dicts = dict(taken.dicts)
         reason = (
-            "its file cannot be read"
-            if taken.unread
-            else "the manifest lists it, and no file holds it"
+            "its file cannot be read" if taken.unread else "listed in the manifest, but in no file"
         )
         return [
             Lost(label, name, reason)
@@ -489,7 +486,7 @@ def _stem(group: ModelFiles) -> str:
     return name.stem if name is not None else "model"
 
 
-_BESIDE = "it is next to the model, which alone is saved"
+_BESIDE = "it is not part of the model, and only the model is saved"
 
 
 class JudgedFolder(Brief, Struct, frozen=True, kw_only=True):
@@ -541,7 +538,7 @@ def judge(
         )
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
-            reason = f"none of its {many} is saved, as not all of them are intact: {reason}"
+            reason = f"nothing of it is saved ({many}), because not every item is intact: {reason}"
         damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):
@@ -652,7 +649,11 @@ class _Items:
             for item in sorted(items, key=lambda one: one.offset):
                 end = item.offset + item.length
                 if end > reader.size:
-                    yield item, f"it has {reader.size} bytes, {end} are needed", False
+                    yield (
+                        item,
+                        f"too short (expected at least {end} bytes, found {reader.size})",
+                        False,
+                    )
                     continue
                 window = reader.window(item.offset, item.length)
                 if item.transforms or window.read(0, min(4, item.length)) != b"PK\3\4":
@@ -672,10 +673,7 @@ class _Items:
                 if wrong is not None:
                     yield (
                         item,
-                        (
-                            f"the record {wrong.name!r} at byte {item.offset} does not have its "
-                            "CRC-32"
-                        ),
+                        f"CRC-32 mismatch in the record {wrong.name!r} at byte {item.offset}",
                         True,
                     )
 

@@ -143,15 +143,11 @@ class SalvagePlan(Struct):
         mentioned.
         """
         if set(names_in(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
-            what = (
-                "whose manifest and journal do not refer"
-                if not where.parts
-                else "which does not refer"
-            )
-            self.left_out.append(f"{where / JOURNAL}, {what} to the new folder")
+            subject = "it describes" if where.parts else "its manifest and journal describe"
+            self.left_out.append(f"{where / JOURNAL}: {subject} the source, not the new folder")
 
 
-OTHER = "its sha256 is not that of the manifest"
+OTHER = "its sha256 differs from the manifest"
 
 
 class Sealed:
@@ -352,7 +348,7 @@ class Files:
         problem = self.problem(member)
         if problem is not None and member.path in self.found.unindexed:
             self.found.left_out.append(
-                f"{problem}; its shards are intact, and repair writes it anew from them"
+                f"{problem}; its shards are intact, and repair rebuilds it from them"
             )
             return
         proven = False
@@ -391,7 +387,7 @@ class Files:
             self._wrong_content(member, member.content)
         if member.problem is not None:
             self.found.not_checked.append(
-                f"{member.path}, copied as it is: {member.problem.message}"
+                f"{member.path}, copied unchanged: {member.problem.message}"
             )
 
     def _wrong_content(self, member: Component, content: TorchFile) -> None:
@@ -416,7 +412,7 @@ class Files:
         """Note a kept file without checksums, and its tensors that end in zeros."""
         self.found.unchecked = True
         for name, zeros in zero_ends(self.found.root / path, places).items():
-            self.found.doubtful.append(Lost(str(path), name, f"it ends in {zeros} bytes of zeros"))
+            self.found.doubtful.append(Lost(str(path), name, f"its last {zeros} bytes are zeros"))
 
     def problem(self, member: Component) -> Lost | None:
         """Return the problem of a file, None for an intact one and for one of a kind that is not
@@ -439,9 +435,7 @@ class Files:
         if not wrong:
             return None
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return Lost(
-            str(member.path), None, f"the record {wrong[0]!r}{more} does not have its CRC-32"
-        )
+        return Lost(str(member.path), None, f"CRC-32 mismatch in the record {wrong[0]!r}{more}")
 
 
 def _has_checksums(member: Component) -> bool:

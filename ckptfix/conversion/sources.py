@@ -42,7 +42,7 @@ from ckptfix.wording import count_of
 
 _BLOCK = 1 << 20
 _ZIP = b"PK\3\4"
-_OTHER_BYTES = "has other bytes than its manifest says"
+_OTHER_BYTES = "does not match its digest in the manifest"
 
 
 class SourceDigests:
@@ -66,12 +66,14 @@ class SourceDigests:
             if place.label in passed_over:
                 continue
             if place.label not in number:
-                self._raise(f"{place.label} is in its manifest, but missing now")
+                self._raise(f"{place.label} is listed in the manifest, but missing")
             self._digests[number[place.label]][place.fqn] = digest
         for one, digests in zip(labelled, self._digests, strict=True):
             for name in sorted(digests.keys() ^ one.named().keys()) if digests else ():
                 what = (
-                    "in its manifest, but missing now" if name in digests else "not in its manifest"
+                    "listed in the manifest, but missing"
+                    if name in digests
+                    else "not listed in the manifest"
                 )
                 self._raise(f"{one.label}: {name!r} is {what}")
 
@@ -90,8 +92,8 @@ class SourceDigests:
         )
         if converted:
             yield (
-                f"that {count_of(converted, 'tensor')} whose dtype changes were as their manifest "
-                f"says; next: {command('verify', self._plan.source.root)}"
+                f"whether {count_of(converted, 'tensor')} with a new dtype matched the manifest of "
+                f"the source; next: {command('verify', self._plan.source.root)}"
             )
 
     def compare(self, digests: tuple[Mapping[str, str], ...]) -> None:
@@ -120,8 +122,8 @@ class SourceDigests:
     def _raise(self, what: str) -> None:
         root = self._plan.source.root
         raise OperationError(
-            f"{root}: {what}: damaged, or changed since; nothing was written; next: "
-            f"{command('verify', root)}, or, if it is as it should be: "
+            f"{root}: {what}: damaged, or changed after it was sealed; nothing was written; next: "
+            f"{command('verify', root)}, or, if the change is intended: "
             f"{command('seal', root, '', '--force')}"
         )
 
@@ -173,8 +175,8 @@ def check_archive(path: AnyPath, control: Control) -> None:
             return  # not an archive of torch: custom objects can be any zip file
         for record in crc_mismatches(archive, reader, every_record=True, progress=control.go_on):
             raise OperationError(
-                f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: "
-                "the file is damaged; nothing was written; next: "
+                f"{path}: CRC-32 mismatch in the record {record.name!r} (expected "
+                f"{record.crc:08x}): the file is damaged; nothing was written; next: "
                 f"{command('check', path, '', '--data')}"
             )
 
@@ -227,7 +229,7 @@ class Watch:
                 raise self._changed(f"{self._root / name} changed while it was read")
         for name in self._listed() - self._names if self._is_folder else ():
             if self._belongs(PurePosixPath(name)):
-                raise self._changed(f"{self._root / name} was added while the others were read")
+                raise self._changed(f"{self._root / name} was added while the source was read")
 
     def _belongs(self, path: PurePosixPath) -> bool:
         """Return whether a file belongs to the scanned checkpoint; one in a new sub-folder does
@@ -237,7 +239,9 @@ class Watch:
         return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
 
     def _changed(self, what: str) -> ChangedError:
-        return ChangedError(f"{what}; nothing was written; run again when nothing writes to it")
+        return ChangedError(
+            f"{what}; nothing was written; run again when nothing writes to the source"
+        )
 
     def _listed(self) -> frozenset[str]:
         if not self._root.is_dir():
@@ -265,7 +269,7 @@ def ensure_finished(source: StoredCheckpoint) -> None:
     for one in transactions(root):
         if one.is_interrupted:
             raise OperationError(
-                f"{root}: a repair was interrupted (transaction {one.number}), its files are "
+                f"{root}: a repair was interrupted (transaction {one.number}) and left the files "
                 f"partly changed; next: {command('undo', root)}"
             )
     if words := mixed(root):
@@ -288,11 +292,11 @@ def ensure_complete(root: AnyPath, manifest: Manifest) -> tuple[LeftOut, ...]:
     wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
     if wrong:
         raise OperationError(
-            f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: "
-            f"{command('verify', root)}, or, if the folder is as it should be: rm "
+            f"{root} does not match its manifest: {'; '.join(wrong[:3])}; next: "
+            f"{command('verify', root)}, or, if the folder is correct: rm "
             f"{shell_path(root / MANIFEST)}"
         )
-    return tuple(LeftOut(name, "its manifest lists it, and it is not there") for name in gone)
+    return tuple(LeftOut(name, "listed in the manifest, but missing") for name in gone)
 
 
 def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
@@ -347,10 +351,9 @@ def _ensure_decided(path: AnyPath, weights: Weights, findings: Iterable[Finding]
         ):
             return
     raise UsageError(
-        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} decides "
-        "which wrappers the script itself adds; nothing was written; next: give --keys bare for "
-        "a model that is not wrapped, --keys ddp for one in DistributedDataParallel, or leave "
-        "--keys out"
+        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} shows "
+        "which wrappers the script itself adds; nothing was written; next: use --keys bare if the "
+        "model is not wrapped, --keys ddp if it is in DistributedDataParallel, or leave --keys out"
     )
 
 
@@ -376,10 +379,10 @@ def _ensure_sound(
         return
     more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
     if lost:
-        why, following = "a copy of it would look intact", f"next: {_next(path, damage[0])}"
+        why, following = "the copy would look intact", f"next: {_next(path, damage[0])}"
     else:
         why = "the copy would keep this error, with less evidence for a repair"
-        following = f"add --allow-damage to copy the error, too; next: {command('repair', path)}"
+        following = f"next: {command('repair', path)}, or copy the error too: --allow-damage"
     raise OperationError(
         f"{path}: {damage[0].code}: {damage[0]}{more}; {why}; nothing was written; {following}"
     )
@@ -399,8 +402,8 @@ def _warnings_of_folder(
     for finding in findings:
         if _is_kept_error(finding, keys):
             yield (
-                f"--allow-damage: the copy keeps {finding.code} of the source: {finding}; next, "
-                f"before you migrate again: {command('repair', path)}"
+                f"--allow-damage: the copy still has {finding.code}: {finding}; next, before you "
+                f"migrate again: {command('repair', path)}"
             )
         elif finding.severity is not Severity.NOTE:
             yield f"the source has {finding.code}: {finding}; next: {command('check', path)}"

@@ -62,7 +62,7 @@ _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
 _NEEDED_BY = {"momentum_decay": "mu_product", "amsgrad": "max_exp_avg_sq"}
 """Hyperparameter, of NAdam and of Adam -> the state that it needs."""
 
-_WEIGHTS_ALONE = "next: --state weights carries the models alone"
+_WEIGHTS_ALONE = "next: migrate only the models with --state weights"
 
 
 def plan_states(
@@ -77,16 +77,16 @@ def plan_states(
     assert strategy is not None
     if is_lone(source) or output.suffix in (".safetensors", ".bin"):
         raise UsageError(
-            f"{path}: --state all takes the folder of a save_state or of a checkpoint of the "
-            "Trainer, and writes one"
+            f"{path}: --state all needs a folder written by save_state or by the Trainer, and a "
+            "folder as its output"
         )
     source = replace(source, weights=tuple(one for one in source.weights if not one.home.parts))
     optimizers = open_optimizers(source.root)
     if not optimizers:
         raise OperationError(
-            f"{path}: no optimizer in it (expected optimizer.bin, optimizer_0/ or the states of "
-            f"DeepSpeed); next: {command('migrate', path, '', '--to', options.to.value)} {output} "
-            "writes its models alone"
+            f"{path}: no optimizer found (expected optimizer.bin, optimizer_0/ or DeepSpeed "
+            "states); next, to migrate only the models: "
+            f"{command('migrate', path, '', '--to', options.to.value)} {output}"
         )
     source = _with_masters(source, optimizers)
     names = StateNames(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
@@ -94,7 +94,7 @@ def plan_states(
     processes = options.processes or before
     if processes is None:
         raise UsageError(
-            f"{path}: nothing in it shows how many processes saved it; give --processes N"
+            f"{path}: nothing in it shows how many processes saved it; add --processes N"
         )
     planning = _Planning(source, options, strategy, names, processes)
     models, states = planning.of(optimizers)
@@ -209,9 +209,9 @@ class _Planning:
         if self._strategy is Strategy.FSDP and any(one.states for one in changed):
             folders = list_names(str(self._names.optimizer(one.index)) for one in changed)
             self.warnings.append(
-                f"{folders}: FSDP1 (fsdp_version 1, Accelerate's default) loads no moments from "
-                "such a folder into an optimizer that has not taken a step, and does not say so; "
-                "next, for FSDP1: --to fsdp-full"
+                f"{folders}: FSDP1 (fsdp_version 1, Accelerate's default) silently loads no "
+                "moments from such a folder into an optimizer that has not taken a step; next, "
+                "for FSDP1: --to fsdp-full"
             )
         moved = out_of_engines(self._source.root, changed, self._names, self._processes)
         self.extras += moved.extras
@@ -236,11 +236,11 @@ class _Planning:
         """
         if self._unordered:
             yield (
-                f"that {list_names(self._unordered)} lists parameters in the model's order, which "
-                f"FSDP1 without use_orig_params does not: the loader of {self._strategy.value} "
-                "goes by position, and the weights are in alphabetical order; next, to be sure: "
-                "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the "
-                "new run"
+                f"whether the parameters of {list_names(self._unordered)} are in the model's "
+                "order, which they are not under FSDP1 without use_orig_params: the loader of "
+                f"{self._strategy.value} goes by position, and the weights are in alphabetical "
+                "order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
+                "(model, optimizer) of the new run"
             )
         if self._strategy is Strategy.DDP or self._built is None or self._built.optimizers:
             return
@@ -252,9 +252,9 @@ class _Planning:
         ]
         if counted:
             yield (
-                f"that the script gave parameters to {list_names(counted)} in the model's order, "
-                "by which they are named; next, to be sure: --model MODULE:FACTORY with a "
-                "factory that returns (model, optimizer)"
+                f"whether the script passed parameters to {list_names(counted)} in the model's "
+                "order, which their names are taken from; next, to be sure: --model "
+                "MODULE:FACTORY with a factory that returns (model, optimizer)"
             )
 
     def _in_order(self, state: OptimizerState) -> OptimizerState:
@@ -293,8 +293,8 @@ class _Planning:
             self._unordered.append(state.label)
         elif found:
             raise OperationError(
-                f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in "
-                "the model, as FSDP1 without use_orig_params has them; the loader of "
+                f"{state.label}: lists {found[0]!r} before {found[1]!r}, but the model has them in "
+                "the opposite order, as with FSDP1 without use_orig_params; the loader of "
                 f"{self._strategy.value} goes by position; help: --model MODULE:FACTORY with a "
                 "factory that returns (model, optimizer) of the new run"
             )
@@ -316,11 +316,11 @@ class _Planning:
         ]
         if frozen := [name for name in tensors if name not in listed and name not in buffers]:
             self.warnings.append(
-                f"{state.label}: {count_of(len(frozen), 'frozen parameter')}, "
-                f"{list_names(frozen)}: DeepSpeed leaves them out of its param groups; where the "
-                "script gives them to its optimizer, a load fails, or FSDP gives moments to "
-                "other parameters; next, then: --model MODULE:FACTORY with a factory that "
-                "returns (model, optimizer)"
+                f"{state.label}: {count_of(len(frozen), 'frozen parameter')} "
+                f"({list_names(frozen)}): DeepSpeed leaves frozen parameters out of its param "
+                "groups; if the script passes them to its optimizer, loading fails, or FSDP assigns "
+                "moments to the wrong parameters; next, in that case: --model MODULE:FACTORY with a "
+                "factory that returns (model, optimizer)"
             )
 
     def _without_untrained_groups(
@@ -334,9 +334,9 @@ class _Planning:
         if not kept or not empty:
             return state
         self.warnings.append(
-            f"{state.label}: param group {', '.join(empty)} has no parameter that is trained, and "
-            "is left out: ZeRO-3 leaves it out, too, and ZeRO-1 and 2 do not start with it; "
-            "next: leave it out of the script"
+            f"{state.label}: param groups without trained parameters are left out: "
+            f"{', '.join(empty)}; ZeRO-3 leaves them out too, and ZeRO-1 and ZeRO-2 do not start "
+            "with them; next: remove them from the script"
         )
         return replace(state, groups=kept)
 
@@ -363,8 +363,8 @@ class _Planning:
         tensors = {name: tensor for one in mine for name, tensor in one.named().items()}
         if state.masters and self._options.dtype not in (None, "F32", "F64"):
             self.warnings.append(
-                f"{state.label}: its fp32 masters are rounded to {self._options.dtype}, as --dtype "
-                "asks; without it they are the weights"
+                f"{state.label}: its fp32 masters are rounded to {self._options.dtype} because of "
+                "--dtype; without --dtype, the new weights are these masters"
             )
         state = replace(state, masters={})  # they are the weights
         if self._strategy is not Strategy.DDP or state.is_named:
@@ -375,10 +375,10 @@ class _Planning:
             state = state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
             if lacking and state.states:
                 self.warnings.append(
-                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments, "
-                    f"{list_names(lacking)}: they get zeros and step 0, with which torch starts "
-                    "them at their first gradient; next, where the script freezes them: --frozen "
-                    "REGEX"
+                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
+                    f"({list_names(lacking)}): written with zeros and step 0, as torch starts a "
+                    "parameter at its first gradient; next, if the script freezes any of these: "
+                    "--frozen REGEX"
                 )
         home = self._names.optimizer(state.index)
         try:
@@ -401,7 +401,7 @@ class _Planning:
         if positions != [one.index for one in named]:
             raise OperationError(
                 f"{self._source.root}: {count_of(len(self._weights), 'model')} and "
-                f"{count_of(len(named), 'optimizer')}: DeepSpeed has an optimizer for each model; "
+                f"{count_of(len(named), 'optimizer')}, but DeepSpeed has one optimizer per model; "
                 "next: migrate to ddp, fsdp or fsdp-full"
             )
         models, states = [], []
@@ -464,8 +464,8 @@ class _Planning:
         if frozen_ones := [name for name, source in others.items() if source.convert is not None]:
             self.warnings.append(
                 f"{label}: {list_names(frozen_ones)}: converted to "
-                f"{others[frozen_ones[0]].new.dtype}, the dtype of training, of which DeepSpeed "
-                "keeps no other copy where a parameter is not trained"
+                f"{others[frozen_ones[0]].new.dtype}, the training dtype; DeepSpeed keeps no other "
+                "copy of an untrained parameter"
             )
         rounded = {tensors[name].dtype for name in state.masters.keys() - before.masters.keys()} - {
             "F32",
@@ -473,8 +473,8 @@ class _Planning:
         }
         if rounded and not before.masters:
             self.warnings.append(
-                f"{label}: masters in fp32 are made of weights in {', '.join(sorted(rounded))}, "
-                "without the digits that these lack"
+                f"{label}: the fp32 masters are made from {', '.join(sorted(rounded))} weights, so "
+                f"they have only the precision of {', '.join(sorted(rounded))}"
             )
         model = PlannedModel(
             label=weights.label,
@@ -493,13 +493,11 @@ class _Planning:
         found = {name for name in tensors if pattern is not None and pattern.search(name)}
         every = {name for one in self._weights for name in one.named()}
         if pattern is not None and not any(map(pattern.search, every)):
-            raise UsageError(
-                f"--frozen {pattern.pattern!r}: no parameter of the model has such a name"
-            )
+            raise UsageError(f"--frozen {pattern.pattern!r} matches no parameter of the model")
         if trained := sorted(name for name in found if state.states.get(name)):
             raise UsageError(
-                f"--frozen {self._options.frozen!r} matches {list_names(trained)} with moments in "
-                f"{state.label}, so it was trained"
+                f"--frozen {self._options.frozen!r} matches parameters that were trained (they "
+                f"have moments in {state.label}): {list_names(trained)}"
             )
         return found & {name for group in state.groups for name in group.names}
 
@@ -518,8 +516,8 @@ def _ensure_listed(optimizers: Iterable[OptimizerState]) -> None:
         if strays := [name for name in one.states if name not in listed]:
             names = list_names(strays if one.is_named else [f"parameter {name}" for name in strays])
             raise OperationError(
-                f"{one.label}: {names}: moments of a parameter that is in no param group, so no "
-                f"optimizer would take them; {_WEIGHTS_ALONE}"
+                f"{one.label}: {names}: moments without a param group, so no optimizer would "
+                f"load them; {_WEIGHTS_ALONE}"
             )
 
 
@@ -530,9 +528,9 @@ def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
     for one in optimizers:
         if one.model not in (None, one.index):
             raise OperationError(
-                f"{one.label}: it has the parameters of model {one.model}, and the loader looks "
-                f"for those of model {one.index} in it; next: prepare() models and optimizers in "
-                "the same order, and save again"
+                f"{one.label}: it has the parameters of model {one.model}, but the loader expects "
+                f"those of model {one.index}; next: prepare() models and optimizers in the same "
+                "order, and save again"
             )
 
 
@@ -597,15 +595,15 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
     for option, key in _NEEDED_BY.items():
         if held and key not in held and any(group.options.get(option) for group in state.groups):
             raise OperationError(
-                f"{state.label}: {key} is missing, without which an optimizer with {option} cannot "
-                "take a step: ds_to_universal.py of DeepSpeed leaves it out; next: migrate the "
-                "ZeRO checkpoint that this one was made from"
+                f"{state.label}: {key} is missing, and an optimizer with {option} cannot take a "
+                "step without it: DeepSpeed's ds_to_universal.py leaves it out; next: migrate the "
+                "ZeRO checkpoint that was converted to this one"
             )
     for name, values in state.states.items():
         if state.is_named and name not in tensors:
             raise OperationError(
-                f"{state.label}: {name!r} has moments, and no model has such a parameter; "
-                f"{_WEIGHTS_ALONE}"
+                f"{state.label}: {name!r} has moments, but no model has a parameter with this "
+                f"name; {_WEIGHTS_ALONE}"
             )
         shape = tensors[name].shape if name in tensors else None
         for key, value in values.items():
@@ -614,16 +612,19 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
                 and shape is not None
                 and value.shape not in (shape, (), (1,))
             ):
-                why = "states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks"
+                why = (
+                    "states of Adafactor, Shampoo and 8-bit optimizers cannot be split among ranks"
+                )
                 # Torch's own optimizers give these the shape of the weight.
                 if key in ZERO_AT_FIRST:
                     why = (
-                        "the weights and the optimizer are of two runs, or the optimizer keeps "
-                        "projections as GaLore"
+                        "the weights and the optimizer come from two runs, or the optimizer keeps "
+                        "projections, as GaLore does"
                     )
                 raise OperationError(
                     f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} "
-                    f"(expected {list(shape)}, as its parameter): {why}; {_WEIGHTS_ALONE}"
+                    f"(expected {list(shape)}, the shape of its parameter): {why}; "
+                    f"{_WEIGHTS_ALONE}"
                 )
 
 

@@ -155,7 +155,9 @@ class NewFile:
         """
         data = part.make(self.crcs)
         if len(data) != part.length:
-            raise OperationError(f"{part.length} bytes were planned, {len(data)} were made")
+            raise OperationError(
+                f"wrong size of a computed part (expected {part.length} bytes, found {len(data)})"
+            )
         return data
 
     def taken(self) -> Iterator[tuple[str, Source]]:
@@ -433,7 +435,8 @@ class _Hashing:
 
     def _unplanned(self, count: int) -> OperationError:
         return OperationError(
-            f"the tensor {self._part.fqn!r} has {count} bytes, {self._part.length} were planned"
+            f"the tensor {self._part.fqn!r} has the wrong size (expected {self._part.length} "
+            f"bytes, found {count})"
         )
 
 
@@ -484,7 +487,7 @@ def copy_file(source: AnyPath, target: Path, progress: Progress | None) -> None:
     try:
         status = os.fstat(read)
         if not stat.S_ISREG(status.st_mode):
-            raise ChangedError(f"{source} is not a regular file any more")
+            raise ChangedError(f"{source} is no longer a regular file")
         written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             copy_range(read, 0, written, 0, status.st_size, progress=progress)

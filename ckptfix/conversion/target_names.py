@@ -85,17 +85,18 @@ def becomes_file(source: StoredCheckpoint, output: AnyPath, to: Format) -> bool:
             else "; name a folder"
         )
         raise UsageError(
-            f"{output} ends in {output.suffix}, which is not of the format {to.value!r}{wanted}"
+            f"{output} ends in {output.suffix}, which does not match the format {to.value!r}"
+            f"{wanted}"
         )
     if not is_lone(source):
         raise UsageError(
-            f"{source.root} is a folder, so {output} becomes one, too: name it without "
+            f"{source.root} is a folder, so {output} will be a folder too: name it without "
             f"{output.suffix}"
         )
     if len(source.weights) > 1:
         raise UsageError(
-            f"{source.root / (source.only or '')} holds {len(source.weights)} models, {output} "
-            "would hold one; name a folder"
+            f"{source.root / (source.only or '')} holds {len(source.weights)} models, but {output} "
+            "can hold only one; name a folder"
         )
     return True
 
@@ -168,10 +169,10 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
         return (
-            f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
+            f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file per adapter"
         )
     if source.is_save_state and not weights.home.parts and (model is None or _is_loaded(weights)):
-        return f"{source.root} is a folder of save_state, and load_state reads one file a model"
+        return f"{source.root} is a folder of save_state, and load_state reads one file per model"
     return ""
 
 
@@ -208,9 +209,9 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
 
 
 _NOWHERE = {
-    errno.ENOENT: "a symbolic link to nothing",
-    errno.ENOTDIR: "a symbolic link to nothing",
-    errno.ELOOP: "a symbolic link in a circle",
+    errno.ENOENT: "a broken symbolic link",
+    errno.ENOTDIR: "a broken symbolic link",
+    errno.ELOOP: "a symbolic link that leads to itself",
 }
 
 
@@ -253,7 +254,7 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
     listing = list_folder(source.root)
     listed = {PurePosixPath(name): why for name, why in listing.files.items() if name not in used}
     if is_lone(source):
-        reason = "no weights of a model, and only those are migrated here"
+        reason = "not weights of a model, and only weights are migrated here"
         return OtherFiles(
             left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals))
         )
@@ -273,8 +274,8 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
             carried.append(path)
         elif unlisted and why is unlisted and not (source.root / path).is_symlink():
             raise OperationError(
-                f"{source.root / path} {unlisted}, so what is in it would be lost; nothing was "
-                "written; allow it, or move it away"
+                f"{source.root / path} {unlisted}, so its contents would be lost; nothing was "
+                "written; allow access to it, or move it away"
             )
         else:
             left.append(LeftOut(str(path), why))
@@ -288,10 +289,11 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
         if files is not None and journal.parent not in changed and taken(journal) is None:
             carried += files
         elif files != [journal.parent / RECEIPT]:
-            why = "it lists the files of its folder, which are not copied as they are"
+            why = "it describes the files of its folder, and these are not copied unchanged"
             left.append(
                 LeftOut(
-                    str(journal), why if files is not None else "there is more in it than files"
+                    str(journal),
+                    why if files is not None else "it contains more than regular files of ckptfix",
                 )
             )
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]
@@ -314,11 +316,11 @@ def _taken(
     if folders.intersection(path.parents):
         return "a new folder takes its place"
     if path.name in OF_FILES:
-        return "it is a statement about the old files; of the new ones: ckptfix seal"
+        return "it describes the old files; to write one for the new files: ckptfix seal"
     if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):
-        return "it is for the DeepSpeed folder that is converted"
+        return "it belongs to the DeepSpeed folder, which is converted"
     if path in BESIDE and any(is_deepspeed_file(one.name) for one in rivals):
-        return "it is for the DeepSpeed folder, which is not copied"
+        return "it belongs to the DeepSpeed folder, which is not copied"
     return None
 
 

@@ -71,9 +71,9 @@ def with_ties_joined(
     return (
         _joined(weights, found),
         (
-            f"{weights.label}: {list_names(sorted(found))}: in no optimizer, and equal in every "
-            f"byte to {list_names(sorted(set(found.values())))}: written once, as a tie; next, "
-            "where the script does not tie them: --model MODULE:FACTORY"
+            f"{weights.label}: {list_names(sorted(found))}: in no optimizer and byte-identical to "
+            f"{list_names(sorted(set(found.values())))}, so written once, as tied weights; next, "
+            "if the script does not tie them: --model MODULE:FACTORY"
         ),
     )
 

@@ -70,9 +70,7 @@ class UploadReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         what = f"{count_of(self.files, 'file')}, {human_size(self.nbytes)}"
         yield line(f"uploaded {self.path} to {self.url}, and committed: {what}", colour="green")
         if self.is_left_over:
-            yield line(
-                f"the rest of the save is not needed any more: rm -r {shell_path(self.path)}"
-            )
+            yield line(f"the rest of the save is no longer needed: rm -r {shell_path(self.path)}")
         yield line(f"next: ckptfix check {shell_path(self.url)}")
 
 
@@ -108,8 +106,8 @@ def upload(
         raise UsageError(f"{folder} is a file; to upload it: name its folder")
     if not is_url(url) and object_mount_of(url) is None:
         raise UsageError(
-            f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor on a "
-            "mount of a store"
+            f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor a path "
+            "on a mounted object store"
         )
     ensure_checkpoint(scan_folder(folder))
     if (why := _incomplete(folder)) is not None:
@@ -138,13 +136,13 @@ def _turned_round(url: str, path: str | os.PathLike[str]) -> UsageError:
     """Return the error for a URL where the folder should be: perhaps the two changed places."""
     if not is_url(path) and os.path.isdir(path):
         return UsageError(
-            f"{escape(url)} is a URL: expected the folder first, and then the URL; next: "
-            f"ckptfix upload {shell_path(Path(path))} {shell_path(url)}"
+            f"{escape(url)} is a URL: expected the folder first, then the URL; next: ckptfix "
+            f"upload {shell_path(Path(path))} {shell_path(url)}"
         )
     return UsageError(
-        f"{escape(url)} is a URL: expected a folder of this machine; next, to download a "
-        "checkpoint: use the program of the store, such as aws s3 cp --recursive URL FOLDER; "
-        f"ckptfix reads it where it is: ckptfix check {shell_path(url)}"
+        f"{escape(url)} is a URL: expected a folder on this machine; next, to download a "
+        "checkpoint: use the store's own tool, such as aws s3 cp --recursive URL FOLDER; ckptfix "
+        f"can also check it in place: ckptfix check {shell_path(url)}"
     )
 
 
@@ -204,8 +202,8 @@ def _uploaded(url: str, overwrite: bool, executor: Executor) -> Iterator[Path]:
             raise
         except (OperationError, OSError) as error:
             raise OperationError(
-                f"{place.name()}: the upload stopped, so nothing there is committed: {error}; "
-                "next: run the same command again"
+                f"{place.name()}: the upload stopped, so the checkpoint there is not committed: "
+                f"{error}; next: run the same command again"
             ) from error
 
 
@@ -281,7 +279,7 @@ def _incomplete(folder: Path) -> str | None:
     homes = [folder, *((folder / journal).parent for journal in list_folder(folder).journals)]
     for home in homes:
         if any(one.state is State.PENDING for one in transactions(home)):
-            return f"{home}: a repair was interrupted, so its files are partly changed"
+            return f"{home}: a repair was interrupted and left the files partly changed"
     try:
         manifest = read_manifest(folder)
     except FormatError as error:

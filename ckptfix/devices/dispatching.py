@@ -323,8 +323,8 @@ def _reference(model: nn.Module, mode: Mode, several: bool) -> Transfers | None:
     reference = acquire(mode, holder=f"a dispatched {type(model).__name__}")
     if reference.pairs and any(isinstance(module, nn.DataParallel) for module in model.modules()):
         say(
-            f"{type(model).__name__} holds a torch.nn.DataParallel: it copies weights and sums "
-            "gradients with NCCL, which safe transfers do not stage. Take it out, or train with "
+            f"{type(model).__name__} contains a torch.nn.DataParallel: it copies weights and sums "
+            "gradients with NCCL, which safe transfers do not stage. Remove it, or train with "
             "accelerate launch"
         )
     return reference
@@ -334,8 +334,8 @@ def _mode(safe_transfers: Mode | str, force_cuda_to_cuda_via_cpu: bool) -> Mode:
     mode = mode_named(safe_transfers)
     if force_cuda_to_cuda_via_cpu and mode is Mode.NEVER:
         raise UsageError(
-            "force_cuda_to_cuda_via_cpu=True asks for staging and safe_transfers='never' for none: "
-            "leave one out"
+            "force_cuda_to_cuda_via_cpu=True turns staging on and safe_transfers='never' turns it "
+            "off: remove one of them"
         )
     return mode_meant(Mode.ALWAYS if force_cuda_to_cuda_via_cpu else mode)
 

@@ -55,7 +55,9 @@ def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, A
         for part in _parts(ended.out):
             said.update(part)
         if said["stage"] != "done" and not said["problem"]:
-            said["problem"] = f"{ended.problem or 'it ended early'} ({_DOING[said['stage']]})"
+            said["problem"] = (
+                f"{ended.problem or 'the process ended early'} ({_DOING[said['stage']]})"
+            )
     return said
 
 

@@ -30,9 +30,9 @@ NOT_COVERED = (
     "NCCL and other collectives",
     "torch.nn.DataParallel, replicate, comm.broadcast and comm.reduce_add (NCCL)",
     "CUDA IPC (torch.multiprocessing)",
-    "kernels that read another device's memory themselves",
+    "kernels that read another device's memory directly",
     "quantized tensors (QuantizedCUDA)",
-    "replays of CUDA graphs captured before",
+    "replays of CUDA graphs that were captured earlier",
 )
 """Copies from device to device that do not pass ``aten::copy_`` at the accelerator's key."""
 
@@ -137,15 +137,15 @@ class Decide(Protocol):
 
 NOT_COVERED_BY_FALLBACK = (
     (
-        "everything but the moves of accelerate's hooks: this torch does not let aten::copy_ be "
-        "overridden"
+        "everything except the moves of accelerate's hooks: this torch does not allow overriding "
+        "aten::copy_"
     ),
-    ".to(device) in the code of a model, and backward passes of it",
+    ".to(device) in a model's code, and its backward passes",
     "Module.to, load_state_dict, Tensor.copy_ and storages",
     "slices (a[1:3] = b) and _foreach_copy_",
     "the caches of generate(), which beam search moves from device to device",
     "torch.nn.DataParallel, replicate and torch.cuda.comm",
-    "NCCL and other collectives, CUDA IPC, kernels that read another device's memory",
+    "NCCL and other collectives, CUDA IPC, and kernels that read another device's memory",
 )
 
 

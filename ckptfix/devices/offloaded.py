@@ -111,16 +111,14 @@ def find_slots(
     for name in names:
         slot = _slot(model, name, device)
         if slot is None:
-            wrong.append(
-                f"{name!r} is on the meta device, and its hook keeps no weights that can be written"
-            )
+            wrong.append(f"{name!r} is on the meta device, and its hook has no writable weights")
             continue
         if (
             isinstance(slot, DiskSlot)
             and slot.folder is not None
             and not os.access(slot.folder, os.W_OK)
         ):
-            wrong.append(f"{name!r} is offloaded to {slot.folder}, which cannot be written")
+            wrong.append(f"{name!r} is offloaded to {slot.folder}, which is not writable")
             continue
         slots[name] = slot
     return slots, wrong

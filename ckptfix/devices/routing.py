@@ -156,7 +156,7 @@ class Router:
         if not ways.refused.isdisjoint(asked):
             raise TransferError(
                 f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To "
-                "make it by way of the host: safe_transfers('always')"
+                "copy through the host instead: safe_transfers('always')"
             )
         return True
 
@@ -173,8 +173,8 @@ def _described(pair: Pair, source: torch.Tensor) -> str:
 
 def _in_a_capture(pair: Pair, source: torch.Tensor) -> TransferError:
     return TransferError(
-        f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph "
-        "cannot wait for the host. Keep copies between devices out of the graph"
+        f"{_described(pair, source)} inside a CUDA graph capture: it must go through the host, and "
+        "a graph cannot wait for the host. Keep copies between devices out of the graph"
     )
 
 

@@ -66,7 +66,7 @@ def device(index: int) -> torch.device:
     name = device_type()
     if name is None:
         raise RuntimeError(
-            f"device {index} was asked for, but torch finds no accelerator on this machine"
+            f"device {index} was requested, but torch finds no accelerator on this machine"
         )
     return torch.device(name, index)
 

@@ -163,7 +163,7 @@ class _Builder:
                 got = os.preadv(self._fd, [view], offset)
                 if not got:
                     raise FormatError(
-                        f"the file ends at byte {offset}, {len(view)} more are needed"
+                        f"the file ends at byte {offset} (expected {offset + len(view)})"
                     )
                 view, offset = view[got:], offset + got
             self._storages[key] = memory.untyped_storage()
@@ -205,7 +205,8 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
     if entry.members and entry.members[0].name.is_of_parts:
         migrate = command("migrate", root, "", "--to", "safetensors")
         raise Unreadable(
-            f"{root}: each file has one rank's parts of tensors; next: {migrate} NEW_FOLDER"
+            f"{root}: each file has only one rank's parts of the tensors; next: {migrate} "
+            "NEW_FOLDER"
         )
     for member in entry.members:
         if member.name.suffix == ".safetensors" or not isinstance(member.content, TorchFile):
@@ -242,9 +243,7 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
     """
     path = root / component.path
     if component.problem is not None or not isinstance(component.content, TorchFile):
-        reason = (
-            component.problem.message if component.problem else "it is not a file of torch.save"
-        )
+        reason = component.problem.message if component.problem else "not a torch.save file"
         raise Unreadable(f"{path}: {reason}; next: {command('check', root)}")
     tree = component.content.tree
     allowed, refused = resolve(tree.globals)
@@ -254,7 +253,7 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
         if not trust:
             raise Unreadable(reason)
         warnings.warn(
-            f"code in a pickle is executed, because trust=True: {reason}",
+            f"running code from a pickle, because trust=True: {reason}",
             UserWarning,
             stacklevel=2,
         )
@@ -284,12 +283,12 @@ def _refusal(path: Path, refused: list[tuple[str, str]], tree: PickleTree) -> st
         )
     if opcodes and not refused:
         return (
-            f"{path} is pickled with {', '.join(opcodes)}, which weights_only refuses; next, when "
+            f"{path} is pickled with {', '.join(opcodes)}, which weights_only refuses; next, if "
             "you trust the file: LoadPolicy(trust=True)"
         )
     line = safe_globals_line(refused) if all(can_be_allowed(*pair) for pair in refused) else ""
     next_step = (
-        f"next, when you trust these classes: {line}" if line else "next: LoadPolicy(trust=True)"
+        f"next, if you trust these classes: {line}" if line else "next: LoadPolicy(trust=True)"
     )
     return f"{path} needs {named}, which weights_only refuses; {next_step}"
 

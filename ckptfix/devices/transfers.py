@@ -218,7 +218,7 @@ def mode_named(word: Mode | str) -> Mode:
     try:
         return Mode(word)
     except ValueError:
-        raise UsageError(f"safe_transfers={word!r}: use 'auto', 'always' or 'never'") from None
+        raise UsageError(f"safe_transfers={word!r}: expected 'auto', 'always' or 'never'") from None
 
 
 def mode_meant(mode: Mode | str) -> Mode:
@@ -234,7 +234,7 @@ def mode_meant(mode: Mode | str) -> Mode:
     try:
         return Mode(said.lower())
     except ValueError:
-        raise UsageError(f"{VARIABLE}={said!r}: use auto, always or never") from None
+        raise UsageError(f"{VARIABLE}={said!r}: expected auto, always or never") from None
 
 
 def _wanted(mode: Mode) -> frozenset[Pair]:
@@ -268,8 +268,8 @@ def _what_is_unproven(pairs: frozenset[Pair], report: "ProbeReport | None") -> s
     )
     if any(pair in known and known[pair].verdict.value == "unusable" for pair in pairs):
         text += (
-            "A device that is unusable fails in its exchange with the host too: nothing makes that "
-            "safe. "
+            "An unusable device also fails in copies to and from the host, so staging cannot make "
+            "it safe. "
         )
     return text + "To see what is wrong with them: ckptfix doctor --peer-copies"
 
@@ -297,9 +297,8 @@ def _say_that_it_stays_on() -> None:
         more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
         say(
             f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of "
-            f"devices, because {holders[0]}{more} still needs them: 'never' does not switch off "
-            "what others hold. To end what dispatch_model began: "
-            "ckptfix.devices.remove_safe_transfers(model)"
+            f"devices: 'never' does not turn them off where others still use them ({holders[0]}"
+            f"{more}). To end those of dispatch_model: ckptfix.devices.remove_safe_transfers(model)"
         )
 
 

@@ -61,18 +61,18 @@ _WITHOUT_WEIGHTS = (
 Detectron2 writes the name of the last checkpoint into ``last_checkpoint``.
 """
 
-_UNREAD = "some tensors of the file are of a kind that is not read"
+_UNREAD = "the file has tensors of a kind that ckptfix does not read"
 _ALONE = "the file has no weight matrices"
-_WITHOUT_MOMENTS = "they have no moments, whose shapes would show the weights"
-_OF_OTHER_SHAPES = "their class may keep moments of other shapes"
-_FLAT = "their moments are vectors, as flattened ones are"
+_WITHOUT_MOMENTS = "they have no moments with shapes to compare"
+_OF_OTHER_SHAPES = "their class may keep moments of different shapes"
+_FLAT = "their moments are vectors, like flattened moments"
 _FOREIGN = (
     "few of their moments have the shape of a tensor in the file, so their weights may be elsewhere"
 )
 _INCOMPLETE = (
-    "the file lacks tensors of the shape of some moments, and those weights may be elsewhere"
+    "no tensor in the file has the shape of some moments, so those weights may be elsewhere"
 )
-_UNTRAINED = "weights in the file have no moments, because they are frozen or of another model"
+_UNTRAINED = "some weights have no moments: they are frozen or belong to another model"
 _NOT_COMPARED = (_UNREAD, _ALONE, _WITHOUT_MOMENTS, _OF_OTHER_SHAPES, _FLAT, _FOREIGN, _INCOMPLETE)
 
 
@@ -112,7 +112,7 @@ def unchecked_bundles(bundles: Sequence[Bundle]) -> Iterator[str]:
     """Yield in words what the optimizers of these files are not judged by."""
     unread = [bundle for bundle in bundles if bundle.unread]
     if unread:
-        words = f"some are not of the form of torch's state_dict(), or more than {MAX_LIST}"
+        words = f"some differ from torch's state_dict(), or there are more than {MAX_LIST}"
         yield f"optimizers inside {_names(unread)}: {words}"
     for why in dict.fromkeys(why for bundle in bundles for why in bundle.uncompared):
         places = [
@@ -123,7 +123,10 @@ def unchecked_bundles(bundles: Sequence[Bundle]) -> Iterator[str]:
         yield f"optimizers inside {list_names(places)} against weights: {why}"
     several = [bundle for bundle in bundles if bundle.models > 1]
     if several:
-        yield f"which model each optimizer inside {_names(several)} trains: the file has several"
+        yield (
+            f"which model each optimizer inside {_names(several)} trains: the file has several "
+            "models"
+        )
 
 
 def _names(bundles: Iterable[Bundle]) -> str:

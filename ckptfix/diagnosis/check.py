@@ -256,14 +256,12 @@ def _checked(
             folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below
         )
         if not load and not is_asked_below:
-            omitted.append("load by a library: none loads this folder")
+            omitted.append("load by a library: no library loads this folder")
         if load and not any(outcome.unchecked for outcome in load):
             omitted = [words for words in omitted if _BY_A_LOAD not in words]
         omitted += (f"{outcome.path}: {words}" for outcome in load for words in outcome.unknown)
         if any(not outcome.unchecked and outcome.components is None for outcome in load):
-            omitted.append(
-                "settings of configs that no tensor shows (numbers of heads, scales, dtypes)"
-            )
+            omitted.append("config settings that no tensor shows (number of heads, scales, dtypes)")
     stale: Iterable[Finding] = ()
     if of_run:
         from ckptfix.diagnosis.stale_saves import diagnose_stale_saves

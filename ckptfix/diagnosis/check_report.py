@@ -190,7 +190,7 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         found += dict.fromkeys(filter(None, of_loads))
         is_lost = any(outcome.status == 1 for outcome in self.all_load)
         colour = "red" if counts["errors"] or is_lost else "yellow" if self.status else "green"
-        numbers = "no files of a checkpoint"
+        numbers = "no checkpoint files"
         if counts["files"]:
             tensors, size = count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
             numbers = f"{count_of(counts['files'], 'file')}, {tensors}, {size}"
@@ -236,7 +236,7 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         yield from finding_lines(self.findings, str(self.path))
         if self.not_resumable:
             yield line(
-                f"  not resumable: latest_checkpoint passes over it: {self.not_resumable}",
+                f"  not resumable: latest_checkpoint skips it: {self.not_resumable}",
                 colour="yellow",
             )
         for outcome in self.load:

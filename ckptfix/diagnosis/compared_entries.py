@@ -138,10 +138,10 @@ class ComparedEntry(NamedTuple):
         if self.is_wrapped_unlike(entry) and wrapped:
             key_there = next(name for name in entry.keys if bare(name) == bare(wrapped[0]))
             words = f"{len(wrapped)} of {count_of(len(self.keys), 'key')}"
-            return f"{words} with other wrappers, such as {wrapped[0]!r}", repr(key_there)
+            return f"{words} with different wrappers, such as {wrapped[0]!r}", repr(key_there)
         if self.saved is None or entry.saved is None:
             strange = len(self.keys.items() - entry.keys.items())
-            words = f", {strange} of them with other keys or shapes" if strange else ""
+            words = f", {strange} of them with different keys or shapes" if strange else ""
             return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(
                 len(entry.keys), "tensor"
             )
@@ -165,7 +165,7 @@ class ComparedEntry(NamedTuple):
             )
         )
         return (
-            f"moments of other shapes for {count_of(count, 'parameter')}",
+            f"moments of different shapes for {count_of(count, 'parameter')}",
             "the shapes of its parameters",
         )
 
@@ -231,7 +231,7 @@ def _counts_on(saved: SavedOptimizer) -> bool:
 def _numbers(saved: SavedOptimizer) -> str:
     first = [group[0] for group in saved.groups if group]
     return (
-        f"param groups that begin with the numbers {', '.join(first[:8])}"
+        f"param groups that start at parameters {', '.join(first[:8])}"
         f"{', ...' if len(first) > 8 else ''}"
     )
 

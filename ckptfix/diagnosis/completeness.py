@@ -256,7 +256,7 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
         is_saved = manifest is not None and manifest.is_of_a_save
         losses = read_losses(folder.root) if not case.is_file and not is_saved else None
     except FormatError as error:
-        yield f"what the save wrote: {error}"
+        yield f"the files of the save: {error}"
         return
     except OSError as error:
         where = Path(error.filename) if error.filename else folder.root / MANIFEST
@@ -347,7 +347,7 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
     if manifest is None:
         return
     if manifest.is_of_a_save and has_stale_sizes(folder.root, manifest):
-        yield "whether all files of the save are there: a repair changed some since"
+        yield "whether all files of the save exist: a repair has changed some of them"
     if manifest.digests or any(entry.digests for entry in manifest.models):
         yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
 

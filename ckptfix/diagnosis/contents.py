@@ -100,12 +100,12 @@ class Contents(Brief, Struct, frozen=True, kw_only=True):
                 status = stat_of(self.root / name)
             except OSError as error:
                 raise ChangedError(
-                    f"{self.root / name}: {error.strerror} since the folder was listed"
+                    f"{self.root / name} changed after the folder was listed: {error.strerror}"
                 ) from None
             if (status.st_size, status.st_mtime_ns) != was:
                 raise ChangedError(
-                    f"{self.root / name} changed while it was read: {was.size} bytes then, "
-                    f"{status.st_size} now; run again when nothing writes to the folder"
+                    f"{self.root / name} changed while it was read (from {was.size} to "
+                    f"{status.st_size} bytes); run again when nothing writes to the folder"
                 )
 
 
@@ -264,7 +264,7 @@ def readable_manifest(root: AnyPath) -> Manifest | None:
         return read_manifest(root)
     except FormatError as error:
         raise OperationError(
-            f"{error}; to go on without it: rm {shell_path(root / MANIFEST)}"
+            f"{error}; to continue without it: rm {shell_path(root / MANIFEST)}"
         ) from error
 
 
@@ -356,7 +356,7 @@ class Recorded:
     def unlisted(self, name: str) -> tuple[bool, str]:
         """Return whether a file that is not recorded is a difference, and the words for it."""
         if name.startswith(f"{OF_THE_CLIENT}/"):
-            return False, "is a file of the hub's client, which no loader reads"
+            return False, "is a file of the Hugging Face Hub client, which no loader reads"
         return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
 
     def special(self, name: str, why: str) -> tuple[bool, str]:

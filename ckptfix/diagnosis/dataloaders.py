@@ -33,8 +33,8 @@ def unjudged_loaders(case: Case) -> Iterator[str]:
             and state_problem(component.name, content) is None
         ):
             yield (
-                f"{component.path}: not a state of torchdata's StatefulDataLoader, whose first "
-                "batch fails with it"
+                f"{component.path}: not a state of torchdata's StatefulDataLoader, which would fail "
+                "at its first batch"
             )
 
 
@@ -48,8 +48,8 @@ def unjudged_scalers(case: Case) -> Iterator[str]:
             continue
         if holds_no_tensor(content):
             yield (
-                f"{component.path}: it holds nothing, as of a gradient scaler that is off; "
-                "load_state fails in a run whose scaler is on"
+                f"{component.path}: empty, like the state of a disabled gradient scaler; "
+                "load_state fails in a run that enables the scaler"
             )
 
 
@@ -93,7 +93,7 @@ def exchanged_loaders(folder: CheckpointFolder, neighbours: Neighbours) -> Itera
             path=path,
             holds=f"the state of a data loader with {count_of(workers, 'worker')}",
             expected=f"{count_of(expected, 'worker')}, as in {next_to_it(len(near))}",
-            effect="the load succeeds, and the first batch fails",
+            effect="the load succeeds, but the first batch fails",
             exchanged_with=str(min(partners)) if partners else "",
         )
 

@@ -129,8 +129,8 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
             need = max(item.offset + item.length for item in cut)
             names = list_names(dict.fromkeys(item.fqn for item in cut))
             detail = (
-                f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} "
-                f"cut: {names}"
+                f"{count_of(file.size, 'byte')} (expected {need}, as .metadata lists); "
+                f"{count_of(len(cut), 'item')} cut off: {names}"
             )
             yield TruncatedFile(path=path, have=file.size, need=need, detail=detail)
         unknown = {
@@ -141,7 +141,7 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
         }
         for name, fqn in unknown.items():
             detail = (
-                f"its item {fqn!r:.200} went through {name!r:.80}, an extension that torch does "
+                f"item {fqn!r:.200} was saved through {name!r:.80}, an extension that torch does "
                 "not have"
             )
             yield UncheckedFile(path=path, detail=detail)
@@ -328,7 +328,7 @@ def _of_file(
         )
         if following.offset < item.offset + item.length and not is_tie:
             detail = (
-                f"the items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte "
+                f"items {item.fqn!r:.200} and {following.fqn!r:.200} overlap at byte "
                 f"{following.offset}"
             )
             yield MalformedFile(path=path, detail=detail)
@@ -349,7 +349,7 @@ def _of_file(
                 yield CrcMismatch(path=path, record=problem.record, tensors=(item.fqn,))
                 return
             others = f"; {count_of(len(wrong) - 1, 'other item')} too" if len(wrong) > 1 else ""
-            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {problem.detail}{others}"
+            detail = f"item {item.fqn!r:.200} at byte {item.offset}: {problem.detail}{others}"
             yield MalformedFile(path=path, detail=detail)
             return
     else:  # each item would cost a request or two
@@ -370,9 +370,9 @@ def _no_tensors(
         return NotATensorFile(path=path, content=words)
     names = list_names(dict.fromkeys(item.fqn for item in bad))
     detail = (
-        f"{len(bad)} of {count_of(len(items), 'item')} with tensors "
-        f"{'begins' if len(bad) == 1 else 'begin'} as nothing that torch writes, the first at "
-        f"byte {bad[0].offset}: {names}"
+        f"{len(bad)} of {count_of(len(items), 'tensor item')} "
+        f"{'does' if len(bad) == 1 else 'do'} not start like anything that torch writes (first at "
+        f"byte {bad[0].offset}): {names}"
     )
     return MalformedFile(path=path, detail=detail)
 
@@ -398,7 +398,7 @@ def _changed(
         try:
             archive = read_zip(window)
         except FormatError as error:
-            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
+            detail = f"item {item.fqn!r:.200} at byte {item.offset}: {error}"
             yield MalformedFile(path=path, detail=detail)
             continue
         if records is not None:

@@ -63,14 +63,14 @@ def diagnose_empty_optimizers(case: Case) -> Iterator[EmptyOptimizer]:
         kind, evidence, parameters = EmptyOptimizer, "", len(set(saved.parameters))
         if path in earlier:
             name, trained = earlier[path]
-            kind, evidence = LostMoments, f"{name} before it has them"
+            kind, evidence = LostMoments, f"the earlier {name} has them"
             parameters = parameters or len(trained.states)
         elif path in in_dcp:
             continue
         elif step and moves:
-            kind, evidence = LostMoments, f"{TRAINER_STATE} is of step {step}"
+            kind, evidence = LostMoments, f"{TRAINER_STATE} is at step {step}"
         elif step:
-            evidence = f"{TRAINER_STATE} is of step {step}"
+            evidence = f"{TRAINER_STATE} is at step {step}"
         elif moves and len(optimizers) == 1:
             evidence = f"its scheduler made {count_of(moves, 'step')}"
         if evidence:
@@ -142,7 +142,7 @@ def diagnose_empty_bundles(case: Case) -> Iterator[EmptyOptimizer]:
                 else 0
             )
             if earlier:
-                evidence = f"{earlier} before it has them"
+                evidence = f"the earlier {earlier} has them"
             elif moves:
                 evidence = f"its scheduler made {count_of(moves, 'step')}"
             elif before:

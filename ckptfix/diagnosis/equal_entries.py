@@ -178,7 +178,7 @@ def _decided(findings: list[Finding]) -> list[Finding]:
                 bytes=finding.bytes,
                 sampled=finding.sampled,
                 chains=(finding.chain, ()),
-                doubt="several entries equal it, and a second prepare() adds only one",
+                doubt="several entries are equal to it, but a second prepare() adds only one",
             )
             if isinstance(finding, DoubledModel) and finding.original in unclear
             else finding
@@ -201,7 +201,7 @@ def _match(
         if pairing is None:
             continue
         difference, full = case.compare(pairing, Role.MODEL in case.drops)
-        doubt = "in DCP folders no key shows a second prepare()"
+        doubt = "the keys in DCP folders do not show a second prepare()"
         if difference is None and isinstance(original, Component) and isinstance(entry, Component):
             known = doubles.get(original.path, ())
             doubt = next(case.evidence.doubts(original, known, entry, pairing.size), "")

@@ -241,7 +241,7 @@ def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
                 path=path,
                 holds=f"an object with {_words(outline, expected)}",
                 expected=f"{_words(expected, outline)}, as in {next_to_it(len(near))}",
-                effect="load_state fails, or the run goes on with the state of another object",
+                effect="load_state fails, or the run continues with the state of another object",
             )
 
 
@@ -261,7 +261,7 @@ def _words(outline: _Outline, other: _Outline) -> str:
     if outline.keys == other.keys:
         return (
             f"{count_of(len(outline.tensors), 'tensor')}, {len(outline.tensors - other.tensors)} "
-            "of them its own"
+            "of them different"
         )
     return (
         list_names(sorted(outline.keys - other.keys))
@@ -510,8 +510,8 @@ def _effect(entry: ComparedEntry, expected: ComparedEntry, effect: str) -> str:
     return _OF_NUMBERS if is_loaded and entry.has_other_numbers(expected) else effect
 
 
-_OF_NUMBERS = "a load gives parameters the moments of others, or the next optimizer step fails"
-_OF_VARIANT = "the load succeeds, and the run goes on with the optimizer of the file"
+_OF_NUMBERS = "a load gives moments to the wrong parameters, or the next optimizer step fails"
+_OF_VARIANT = "the load succeeds, and the run continues with the optimizer variant of the file"
 """Effect of AMSGrad in a run without it, or the other way round: the load takes over the option."""
 
 _BY_LOAD_STATE = {
@@ -519,7 +519,7 @@ _BY_LOAD_STATE = {
     Role.OPTIMIZER: "load_state or the next optimizer step fails",
 }
 _BY_TRAINER = {
-    Role.MODEL: "the Trainer fails, or begins with new weights for the keys that it does not find",
+    Role.MODEL: "the Trainer fails, or starts with new weights for the keys that it does not find",
     Role.OPTIMIZER: "the resume or the next optimizer step fails",
 }
 """Effects of another entry on a resume. The Trainer only warns about other keys (transformers

@@ -242,12 +242,12 @@ def _safetensors(root: AnyPath, component: Component, file: SafetensorsFile) -> 
         (tensor for tensor in file.tensors if tensor.dtype == "F4" and tensor.shape[-1] % 2), None
     )
     if refused is not None:
-        detail = f"{refused.fqn!r} is of {refused.dtype}, for which torch has no dtype"
+        detail = f"{refused.fqn!r} has dtype {refused.dtype}, which torch does not have"
         findings.append(MalformedFile(path=component.path, detail=detail))
     elif odd is not None:
         detail = (
-            f"{odd.fqn!r} is of F4 and its last size is {odd.shape[-1]}: torch loads even sizes "
-            "alone"
+            f"{odd.fqn!r} has dtype F4 and last dimension {odd.shape[-1]}: torch loads only even "
+            "sizes"
         )
         findings.append(MalformedFile(path=component.path, detail=detail))
     return findings
@@ -432,7 +432,7 @@ def _whole(
         strays = _stray_states(root, where)
         return replace(state, tensors=len(weights.named()), findings=(*state.findings, *strays))
     except OtherKindError as error:
-        words = f"{where}/ (a DeepSpeed folder), as a whole: {_told(error, root, where)[1]}"
+        words = f"{where}/ (a DeepSpeed folder), all ranks together: {_told(error, root, where)[1]}"
         return replace(state, unread=(*state.unread, words))
     except MissingRankError as error:
         why = _told(error, root, where)[1]
@@ -465,12 +465,12 @@ def _stray_states(root: AnyPath, where: PurePosixPath) -> Iterator[StrayStates]:
         path = where / name
         if part is DeepSpeedPart.OPTIMIZER:
             effect = (
-                "zero_to_fp32 counts it as a rank more than saved the checkpoint, and refuses the "
-                "folder"
+                "zero_to_fp32 counts it as one more rank than saved the checkpoint, and refuses "
+                "the folder"
             )
             yield RefusedStates(path=path, effect=effect)
         elif is_read_by_engine(name):
-            effect = "load_state counts it as a part of the model for tensor parallelism, and fails"
+            effect = "load_state counts it as a tensor-parallel part of the model, and fails"
             yield CountedStates(path=path, effect=effect)
         else:
             yield _stray_model(
@@ -485,20 +485,20 @@ def _stray_model(
         read_model_states(root / path)
     except (OperationError, OSError):
         return RefusedStates(
-            path=path, effect="zero_to_fp32 reads it, too, and fails, as it has no model states"
+            path=path, effect="zero_to_fp32 reads it too, and fails, as it has no model states"
         )
     place = order_of_zero_to_fp32(path.name)
     is_last = place > order_of_zero_to_fp32(models[-1])
     if files.by_rank and not is_last and read_model_states(files.folder / models[0]).frozen:
         return RefusedStates(
-            path=path, effect="zero_to_fp32 joins its frozen parameters with those of the ranks"
+            path=path, effect="zero_to_fp32 mixes its frozen parameters with those of the ranks"
         )
     if place < order_of_zero_to_fp32(models[0]):
         return UsedStates(
             path=path,
-            effect=f"zero_to_fp32 takes buffers and shapes from it, and not from {models[0]}",
+            effect=f"zero_to_fp32 takes buffers and shapes from it instead of from {models[0]}",
         )
-    return StrayStates(path=path, effect="zero_to_fp32 reads it, too, and uses nothing of it")
+    return StrayStates(path=path, effect="zero_to_fp32 reads it too, but uses nothing from it")
 
 
 def _told(error: OperationError, root: AnyPath, where: PurePosixPath) -> tuple[PurePosixPath, str]:

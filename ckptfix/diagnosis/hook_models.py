@@ -39,7 +39,7 @@ from ckptfix.storage.files import AnyPath, store_of
 from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
 
-_OF_LORA = "the load hook fails, or begins with new weights for the keys that it does not find"
+_OF_LORA = "the load hook fails, or starts with new weights for the keys that it does not find"
 
 
 class HookModel:
@@ -210,7 +210,7 @@ def _unclear_fit(
     if moments and frozen:
         yield (
             f"whether {', '.join(f'{model.path}/' for model in trained)} lost frozen weights: the "
-            f"optimizers have no moments of {frozen} of {count_of(weights.tensors, 'tensor')}"
+            f"optimizers have no moments for {frozen} of {count_of(weights.tensors, 'tensor')}"
         )
 
 
@@ -234,7 +234,7 @@ def _without_counters(
                 path,
                 place=str(base / CONFIG),
                 remedy=(
-                    f"give {base}/ and {path}/ each other's name, or their {CONFIG} where only "
+                    f"exchange the names of {base}/ and {path}/, or of their {CONFIG} if only "
                     "these were exchanged"
                 ),
                 exchanged_with=str(base / CONFIG),
@@ -250,9 +250,9 @@ def _of_counters(
 ) -> MisplacedEntry:
     return MisplacedEntry(
         path=path / CONFIG,
-        holds="no counters of an average",
+        holds="no EMA counters",
         expected=f"decay and optimization_step, as in {place}",
-        effect="EMAModel.from_pretrained begins to count its steps anew, without an error",
+        effect="EMAModel.from_pretrained restarts its step count without an error",
         remedy=remedy,
         exchanged_with=exchanged_with,
     )
@@ -376,7 +376,7 @@ def _of_keys(
     is_wrong: bool = True,
 ) -> MisplacedEntry:
     strange = len(own.items() - expected.items())
-    words = f", {strange} of them with other keys or shapes" if strange else ""
+    words = f", {strange} of them with different keys or shapes" if strange else ""
     return (MisplacedEntry if is_wrong else ChangedEntry)(
         path=model.weights,
         holds=f"{count_of(len(own), 'tensor')}{words}",

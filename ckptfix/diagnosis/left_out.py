@@ -89,7 +89,7 @@ def unchecked_dcp(case: Case) -> Iterator[str]:
         if state.problem is not None and state.problem.is_only_unchecked:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
-            yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
+            yield f"{state.own_ranks[0]}: per-rank metadata, from a save without collectives"
         packed = (
             [one for one in state.metadata.stored.values() if one.transforms]
             if state.metadata
@@ -100,14 +100,13 @@ def unchecked_dcp(case: Case) -> Iterator[str]:
                 dict.fromkeys(name for one in packed for name in one.transforms)
             )
             yield (
-                f"{state.metadata_path}: {count_of(len(packed), 'item')} that went through "
-                f"{extensions}"
+                f"{state.metadata_path}: {count_of(len(packed), 'item')} saved through {extensions}"
             )
         alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
         for why, names in alike.items():
-            yield f"{state.metadata_path}: keys may be in {list_names(names)}: {why}"
+            yield f"{state.metadata_path}: keys inside {list_names(names)}: {why}"
 
 
 def unchecked_files(case: Case) -> Iterator[str]:
@@ -141,7 +140,7 @@ def unread_bytes(case: Case) -> Iterator[str]:
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
         for path in folder.strays:
             if path.name in case.looked_at and path.name not in case.compared:
-                yield f"{path.name} against the weights: its sizes are read and not compared"
+                yield f"{path.name} against the weights: its sizes are read but not compared"
     if case.data:
         return
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))

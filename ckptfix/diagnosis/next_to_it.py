@@ -99,7 +99,7 @@ def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[Incompl
     for path, number in left.items():
         if is_of_checkpoint(path.name) and str(path) not in told and not lexists(root / path):
             yield IncompleteCheckpoint(
-                path=path, missing=(str(path),), known_by=f"repair {number} left it here"
+                path=path, missing=(str(path),), known_by=f"repair {number} left it in the folder"
             )
 
 

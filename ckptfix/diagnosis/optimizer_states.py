@@ -107,21 +107,21 @@ class Weights(Struct, frozen=True, kw_only=True):
     def why_not_compared(self, saved: SavedOptimizer) -> str:
         """Return why an optimizer is not fully compared with these weights, "" where it is."""
         if not self.is_complete or (str(saved.path) == _OF_TRAINER) is not self.is_of_trainer:
-            return "the folder may not have all weights of it"
+            return "the folder may not have all of its weights"
         if self.are_converted:
             return (
-                "transformers saves some weights of this model in other shapes; numbers of "
-                "elements are compared"
+                "transformers saves some weights of this model in other shapes; only element "
+                "counts were compared"
             )
         parameters = len(set(saved.parameters))
         if self.are_adapter and not saved.states and parameters != self.tensors:
             # SGD keeps none. A script may give it the frozen model, too; the Trainer does not.
             return (
-                f"it has {count_of(parameters, 'parameter')} and no moments, next to "
-                f"{count_of(self.tensors, 'tensor')} of the adapter"
+                f"it has {count_of(parameters, 'parameter')} and no moments, but the adapter has "
+                f"{count_of(self.tensors, 'tensor')}"
             )
         if not (saved.is_plain or saved.is_named):
-            return "its class may keep other shapes; only numbers of parameters are compared"
+            return "its class may keep other shapes; only parameter counts were compared"
         return ""
 
 
@@ -168,15 +168,15 @@ def diagnose_optimizers(
         if strange and not findings:
             yield (
                 f"whether the checkpoint has all weights of {optimizer.path}: "
-                f"{count_of(len(strange), 'parameter')} of it cannot be of LoRA, such as "
-                "embeddings, which scripts save elsewhere"
+                f"{len(strange)} of its parameters cannot be LoRA matrices; scripts save such "
+                "weights, for example embeddings, elsewhere"
             )
         if not findings and not _counts_on(optimizer):
             # FSDP's rekey_optim_state_dict leaves such numbers, too.
             yield (
-                f"whether the param groups of {optimizer.path} are in their places: torch numbers "
-                "parameters from group to group, and these numbers go down; a load goes by "
-                "position, and would give parameters the moments of others"
+                f"whether the param groups of {optimizer.path} are in the right order: torch "
+                "numbers parameters upward from group to group, but these numbers go down; a load goes by "
+                "position, so a wrong order gives moments to the wrong parameters"
             )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
@@ -188,8 +188,8 @@ def diagnose_optimizers(
     if weights.empty and 0 < weights.tensors < parameters and weights.is_complete and is_healthy:
         # Two optimizers of one model look the same, next to a loss without parameters.
         yield (
-            f"whether {weights.empty} lost its tensors: it has none, as a module without "
-            f"parameters; the optimizers have {parameters} parameters, and the other models "
+            f"whether {weights.empty} lost its tensors: it has none, like a module without "
+            f"parameters; the optimizers have {parameters} parameters, the other models have "
             f"{count_of(weights.tensors, 'tensor')}"
         )
 
@@ -234,9 +234,8 @@ def _of_other_models(
         fitting = [model for model, held in models.values() if trained <= held]
         if trained and fitting and not trained <= shapes:
             yield (
-                f"whether {saved.path} is of {path}: its moments have the shapes of "
-                f"{list_names(fitting)}, as where a script prepares its optimizers in another "
-                "order"
+                f"whether {saved.path} belongs to {path}: its moments have the shapes of "
+                f"{list_names(fitting)}, as if the script prepared its optimizers in another order"
             )
 
 

@@ -245,15 +245,15 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
         for options in saved.values
     )
     if becomes_fp32:
-        effect = "a load makes it fp32 and counts on from the rounded number"
+        effect = "a load makes it fp32 and continues from the rounded number"
     elif not is_read:
         effect = "its updates do not depend on it"
     elif steps < last:
-        effect = f"a load keeps the type, and the count stays at {last} later on"
+        effect = f"a load keeps the dtype, and the count will stop at {last}"
     else:
         effect = (
-            "a load keeps the type, adding 1 changes nothing, and the bias correction stays as "
-            "it is"
+            "a load keeps the dtype, so adding 1 changes nothing and the bias correction stays "
+            "constant"
         )
     is_stuck = is_read and not becomes_fp32 and steps >= last
     yield (RoundedSteps if is_stuck else RoundedStepsSoFar)(
@@ -302,8 +302,8 @@ def _judge_zeros(
     is_sampled = not data and (bool(long) or len(read) < len(moments))
     if is_sampled and len(saved.tensors) < _ENOUGH:
         yield (
-            f"{saved.path}: whether all its moments are zero, as samples of {human_size(SAMPLE)} "
-            "are; ckptfix check --data reads the rest"
+            f"{saved.path}: whether all its moments are zero, like the samples of "
+            f"{human_size(SAMPLE)}; ckptfix check --data reads the rest"
         )
         return
     yield ZeroMoments(

@@ -149,11 +149,11 @@ def other_run(
         number, path = lower[at]
         candidate = look(path, number)
         if candidate.problem is None:
-            words = f"{best.path.name} and {path.name} are of two runs ({proof})"
+            words = f"{best.path.name} and {path.name} come from different runs ({proof})"
             if None in (candidate.time, best.time) or (candidate.time or 0) >= (best.time or 0):
                 advice = "move the older run out of the folder"
                 return OtherRun(candidate, words, advice, is_older=False)
-            words += f", and {path.name} was saved before"
+            words += f", and {path.name} was saved earlier"
             advice = f"move {path.name} out of the folder"
             older = older or OtherRun(candidate, words, advice, is_older=True)
     return older
@@ -182,21 +182,22 @@ def _turned_back(
     steps, candidate = max(further, key=itemgetter(0))
     name, furthest = best.path.name, candidate.path.name
     own = newest.most_steps(newest)
-    words = f"{name} is of optimizer step {own}, and {furthest} of step {steps}"
+    words = f"{name} is at optimizer step {own}, {furthest} at step {steps}"
     nearest = [path for _, path in lower[:_MOST_STEPS]]
     if not isinstance(best.path, StorePath):
         histories = {path: history for path in nearest if (history := read(path)) is not None}
         if _are_dated_by_steps([newest, *histories.values()]):
-            advice = "give exchanged folders their own names again"
-            return OtherRun(candidate, f"{words} was saved after it", advice, is_older=False)
+            advice = "give exchanged folders their original names"
+            words += f", and {furthest} was saved later"
+            return OtherRun(candidate, words, advice, is_older=False)
         nearest = [path for path, history in histories.items() if history.steps == newest.steps]
     equal = next((path.name for path in nearest if _is_copy(best.path, path)), None)
     if equal is None:
         return None
     copied = "a link to" if best.path.is_symlink() else "a copy of"
     proof = (
-        f"{words}: {name} is {copied} {equal}, as of a restored backup, or of a run that went back "
-        "to it"
+        f"{words}: {name} is {copied} {equal}, as after restoring a backup, or in a run that went "
+        "back to it"
     )
     return OtherRun(candidate, proof, "", is_older=True, copied=copied)
 
@@ -298,11 +299,11 @@ def _contradiction(lower: History, higher: History) -> str:
         others = higher.entries.get(step, {})
         alone = [entry for text, entry in entries.items() if text not in others]
         if alone:
-            words = _difference(alone[0], others.values()) or "logged by one of them alone"
+            words = _difference(alone[0], others.values()) or "logged by only one of them"
             return f"step {step}: {words}{f'; {limits}' if limits else ''}"
     if lower.flos > higher.flos > 0:
         return (
-            f"total_flos {lower.flos:.4g} and {higher.flos:.4g}, which only "
+            f"total_flos {lower.flos:.4g} and {higher.flos:.4g}, although it only "
             f"grows{f'; {limits}' if limits else ''}"
         )
     # A run whose max_steps was raised goes on with higher numbers, saved later.

@@ -49,12 +49,12 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
 def check_output(target: Target, output: Path) -> None:
     """Raise UsageError when a copy of ``target`` cannot be made at ``output``."""
     if os.path.lexists(output):
-        raise UsageError(f"{output} exists; name a folder that does not")
+        raise UsageError(f"{output} exists; choose a folder that does not exist")
     ensure_folder(output.absolute().parent)
     root = target.root
     is_inside = isinstance(root, Path) and output.resolve().is_relative_to(root.resolve())
     if is_inside and target.only is None:
-        raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
+        raise UsageError(f"{output} is inside {target.root}, the folder to copy")
 
 
 def _size_of(top: Path, only: str | None) -> int:

@@ -57,10 +57,12 @@ class Policy(Struct, frozen=True, kw_only=True):
 
         for code in self.only | self.allow:
             if code not in CODES:
-                raise UsageError(f"there is no finding {code!r}; the codes are {', '.join(CODES)}")
+                raise UsageError(
+                    f"no finding has the code {code!r}; choose from {', '.join(CODES)}"
+                )
         for code in self.allow:
             if CODES[code].action is Action.TELL:
-                raise UsageError(f"{code} is never repaired, only reported: {CODES[code].meaning}")
+                raise UsageError(f"{code} is only reported, never repaired: {CODES[code].meaning}")
 
     def wants(self, code: str) -> bool:
         """Return whether findings of this code may be repaired."""

@@ -34,7 +34,7 @@ def diagnose_rank_files(case: Case) -> Iterator[Finding]:
             (rank_weights if role is Role.MODEL else rank_optimizer)(folder.root, index, files)
         except MissingRankError as error:
             why = (
-                f"{len(files) + error.files} ranks saved it, and each of them has its own part of "
+                f"{len(files) + error.files} ranks saved the checkpoint, each its own part of "
                 "every tensor"
             )
             yield MissingRank(
@@ -118,7 +118,9 @@ def diagnose_parts(case: Case) -> Iterator[Finding]:
             continue
         for member in group.members:
             if (tensor := begins_inside(member)) is not None:
-                detail = "the file has only one rank's part of it, which begins inside the tensor"
+                detail = (
+                    "the file has only one rank's part, which starts in the middle of the tensor"
+                )
                 yield IncompleteTensor(path=member.path, tensor=tensor.fqn, detail=detail)
 
 
@@ -134,7 +136,7 @@ def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
         if name is not None and name.rank is not None and name.shard in numbers:
             lost.setdefault(name.rank, []).append(path.name)
     if lost:
-        others = f", and so for {count_of(len(gaps) - 1, 'other tensor')}" if len(gaps) > 1 else ""
+        others = f", likewise {count_of(len(gaps) - 1, 'other tensor')}" if len(gaps) > 1 else ""
         rank, names = next(iter(lost.items()))
         yield MissingRank(
             path=group.members[0].path.with_name(names[0]),
@@ -143,8 +145,8 @@ def _incomplete_parts(group: ModelFiles) -> Iterator[Finding]:
             items=0,
             holds=tuple(tensor.fqn for tensor in gaps),
             detail=(
-                f"of {gaps[0].fqn!r}, {gaps[0].problem}{others}; torch's reader leaves what was in "
-                "memory there"
+                f"{gaps[0].fqn!r} has a gap ({gaps[0].problem}){others}; torch's reader leaves "
+                "uninitialized memory there"
             ),
             elsewhere=len(tensors) - len(gaps),
             ranks=len(lost),
@@ -174,5 +176,5 @@ def unchecked_parts(case: Case) -> Iterator[str]:
         if not has_hole and (absent := absent_files(group.members)):
             yield (
                 f"files that one rank has and another lacks: {list_names(map(str, absent))}; no "
-                "tensor has a hole, and a rank without parts saves no file"
+                "tensor has a gap, and a rank without parts saves no file"
             )

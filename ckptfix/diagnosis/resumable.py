@@ -124,7 +124,7 @@ def contradicted(folder: AnyPath, choice: Choice) -> str:
     call = "trainer.train(resume_from_checkpoint=" if is_of_trainer else "accelerator.load_state("
     calls = [f"{call}{str(rival.path)!r})" for rival in (lower, higher)]
     return (
-        f"{folder}: {choice.proof}, so the higher number need not be the newer one; next: "
+        f"{folder}: {choice.proof}, so the higher number may not be the newer one; next: "
         f"{calls[0]} or {calls[1]}"
     )
 
@@ -177,7 +177,7 @@ def instead_of(checkpoint: AnyPath) -> str:
             )
             if (other := newest_complete(others)) is not None:
                 return f"load {shell_path(other.path)}, which is complete, or save again"
-    return "save again; no complete checkpoint lies next to it"
+    return "save again; there is no complete checkpoint next to it"
 
 
 def _intact_staging(checkpoint: AnyPath) -> AnyPath | None:

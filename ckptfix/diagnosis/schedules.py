@@ -194,7 +194,7 @@ def _has_unusable_rates(state: Any) -> bool:
 
 _EMPTY = (
     "SequentialLR, ChainedScheduler, CyclicLR, LambdaLR and the schedules of transformers cannot "
-    "load it, and others start anew without an error"
+    "load it, and others start over without an error"
 )
 
 
@@ -264,7 +264,7 @@ def diagnose_other_schedules(case: Case) -> Iterator[MisplacedEntry]:
                 expected=(
                     f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}"
                 ),
-                effect="load_state fails, or the run goes on with another schedule",
+                effect="load_state fails, or the run continues with another schedule",
             )
 
 

@@ -89,17 +89,17 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
         return
     if listed := _listed(folder.root):
         raise UsageError(
-            f"{folder.root} holds no file of a checkpoint, though its manifest lists "
+            f"{folder.root} has no checkpoint files, although its manifest lists "
             f"{count_of(listed, 'file')}; to see which: {command('verify', folder.root)}"
         )
     if (why := cut_upload(folder.root)) is not None:
         raise UsageError(
-            f"{folder.root} holds no file of a checkpoint: {why}; next: wait until it has ended, "
-            "or save again"
+            f"{folder.root} has no checkpoint files: {why}; next: wait until it has ended, or save "
+            "again"
         )
     if not folder.subfolders:
         advice = _without_ending(folder)
-        raise UsageError(f"{folder.root} holds no file of a checkpoint: {folder.instead}{advice}")
+        raise UsageError(f"{folder.root} has no checkpoint files: {folder.instead}{advice}")
     names = (
         f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     )
@@ -110,12 +110,12 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
             # A pipeline or a download that lacks a part: the command for it is the one that was
             # typed.
             raise UsageError(
-                f"{folder.root} holds no file of a checkpoint; to see what it lacks: "
+                f"{folder.root} has no checkpoint files; to see what it lacks: "
                 f"{command('check', folder.root)}"
             )
         next_step = commands_for(checkpoints, verb, after) or next_step
     raise UsageError(
-        f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; {next_step}"
+        f"{folder.root} has no checkpoint files, but {names}: name one of them; {next_step}"
     )
 
 
@@ -134,11 +134,11 @@ def _without_ending(folder: CheckpointFolder) -> str:
         return ""
     (ending,) = endings
     if store_of(folder.root) is not None:
-        return f"; rename them without {ending!r}"
+        return f"; remove the ending {ending!r} from their names"
     shorter = "?" if ending == "~" else ".*"
     where = shell_path(folder.root)
     command_line = f'for file in {where}/*{ending}; do mv -n "$file" "${{file%{shorter}}}"; done'
-    return f"; to rename them without {ending!r}: {command_line}"
+    return f"; to remove the ending {ending!r} from their names: {command_line}"
 
 
 def commands_for(checkpoints: Iterable[AnyPath], verb: str, after: str = "") -> str:

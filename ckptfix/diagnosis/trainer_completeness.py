@@ -105,7 +105,7 @@ def incomplete_of_trainer(
             and is_empty_config(folder.root / name)
         ):
             broken, effect = (
-                "an empty object",
+                "an empty JSON object",
                 "from_pretrained makes a model of the default sizes",
             )
         if name == GENERATION and broken == NO_OBJECT:
@@ -117,7 +117,7 @@ def incomplete_of_trainer(
             and is_of_peft
             and _lacks_type(folder.root / name)
         ):
-            broken = "without a 'peft_type' of PEFT"
+            broken = "no 'peft_type' that PEFT knows"
         if broken:
             yield IncompleteCheckpoint(
                 path=PurePosixPath(name),
@@ -194,7 +194,7 @@ def incomplete_of_trainer(
         yield IncompleteCheckpoint(
             path=PurePosixPath(random_states(None)),
             missing=(random_states(None),),
-            known_by=f"{renamed} was saved under this name, by a run of one process",
+            known_by=f"a run of one process saved {renamed} under this name",
             of_trainer=True,
             misnamed=renamed,
         )
@@ -208,7 +208,7 @@ def incomplete_of_trainer(
         yield RandomStatesLeftOut(
             path=PurePosixPath(name),
             missing=(name,),
-            known_by="ckptfix migrate left it out, as it is of another number of processes",
+            known_by="ckptfix migrate left it out, because the number of processes changed",
             of_trainer=True,
         )
     missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]
@@ -258,7 +258,7 @@ def _weights_lost_by_trainer(
     return IncompleteCheckpoint(
         path=PurePosixPath(lost),
         missing=(lost,),
-        known_by=f"{own[shown]} is there, and no file with weights",
+        known_by=f"{own[shown]} is there, but no file with weights",
         of_trainer=True,
     )
 

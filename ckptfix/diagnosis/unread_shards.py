@@ -38,8 +38,8 @@ def unchecked_shards(folder: CheckpointFolder) -> Iterator[str]:
     index = unread_index(folder)
     if index is not None:
         yield (
-            "whether the script loads the shards: load_state reads one file a model, and not "
-            f"{index}; a load hook can"
+            "whether the script loads the shards: load_state reads one file per model, not "
+            f"{index}; a load hook can read it"
         )
 
 
@@ -69,6 +69,6 @@ def diagnose_unread_shards(
     yield UnreadShards(
         path=PurePosixPath(wanted),
         missing=(wanted,),
-        known_by=f"{index} is there, which load_state does not read{there}",
+        known_by=f"{index} is there, but load_state does not read it{there}",
         may_be_dropped=is_pretrained,
     )

@@ -30,17 +30,17 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
         if Role.MODEL in roles and role not in roles and under:
             has_other_name = True
             yield (
-                f"{role.value}: load_state does not look for {under!r}, and fails for a script "
-                "that prepares one"
+                f"{role.value}: load_state does not look for {under!r} and fails in a script that "
+                "prepares one"
             )
     if has_deepspeed or Role.OPTIMIZER in roles or has_other_name:
         return
     if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
-        yield "optimizers: none is saved here; load_state fails for a script that prepares one"
+        yield "optimizers: none saved; load_state fails in a script that prepares one"
     elif Role.MODEL in roles and not _is_foreign(folder):
         yield (
-            "resuming a run: weights alone, not a save_state checkpoint; load_state needs the "
-            "states of the run, too"
+            "resuming a run: only weights, not a save_state checkpoint; load_state also needs the "
+            "states of the run"
         )
     elif Role.RNG_STATE in roles:
         yield STATES_ALONE
@@ -63,8 +63,8 @@ def only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
         return
     for name in alone:
         wanted = str(model_file(".safetensors", name.index))
-        read = f"{name} is there, which load_state reads with FSDP alone"
-        words = f"{read}, and {optimizers[0].path} is of a run without it"
+        read = f"{name} is there, but load_state reads it only with FSDP"
+        words = f"{read}, and {optimizers[0].path} comes from a run without FSDP"
         yield IncompleteCheckpoint(path=PurePosixPath(wanted), missing=(wanted,), known_by=words)
 
 
@@ -83,8 +83,8 @@ def only_empty_tensors(folder: CheckpointFolder) -> Iterator[str]:
             empty = [tensor.fqn for tensor in component.tensors if 0 in tensor.shape]
             if len(empty) == 1:
                 yield (
-                    f"tensors without elements: {component.path} has {empty[0]!r}; of several, "
-                    "save_state keeps only the first one in safetensors, and load_state fails "
+                    f"tensors without elements: {component.path} has {empty[0]!r}; if there were "
+                    "several, save_state kept only the first in safetensors, and load_state fails "
                     "(safe_serialization=False keeps all)"
                 )
 
@@ -109,12 +109,12 @@ def lost_step(folder: CheckpointFolder) -> str | None:
     if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
         return None
     return (
-        "random states: none saved; load_state loads the rest, without the random generators and "
-        "the step"
+        "random states: none saved; load_state restores everything else, but not the random "
+        "generators and the step"
     )
 
 
-STATES_ALONE = "weights: only states of ranks are here, as on a node whose disk is its own"
+STATES_ALONE = "weights: only per-rank states are here, as on a node that saves to its own disk"
 """Said of a folder without the files of rank 0, unless a checkpoint next to it has them."""
 
 

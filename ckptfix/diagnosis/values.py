@@ -42,9 +42,9 @@ ends there.
 class _Lost(Enum):
     """Signs that zeros were never written. The value continues the words "zeros that"."""
 
-    PAGES = "begin and end with a page of the disk"
-    ROWS = "begin inside of one row and fill others"
-    END = "fill it from there to its end"
+    PAGES = "start and end on disk page boundaries"
+    ROWS = "start inside a row and fill others"
+    END = "fill the rest of the tensor"
 
 
 def _lost(
@@ -255,20 +255,20 @@ _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECA
 _COPY = "copy the file again from where it came, or resume from an older checkpoint"
 ADVICE = {
     "nonfinite": (
-        "resume from a checkpoint from before the values were lost; where the source of a copy has "
-        "no NaN or Inf, copy the file again"
+        "resume from a checkpoint from before the values were lost; if this is a copy and its "
+        "source has no NaN or Inf, copy the file again"
     ),
     "large-values": (
-        f"{_COPY}; where the source has these numbers, too, they were saved before they were "
-        "copied from a device, or the training diverged"
+        f"{_COPY}; if the source has these numbers too, they were saved before the copy from the "
+        "device had finished, or the training diverged"
     ),
     "zero-pages": _COPY,
-    "all-zero": f"{_COPY}; where the script builds these weights as zeros, ignore this",
+    "all-zero": f"{_COPY}; ignore this if the script initializes these weights to zero",
     "empty-tensor": (
         "save again with accelerator.save_state, which gathers the values of all ranks"
     ),
     "untrained-lora": (
-        "check that the optimizer gets the parameters of the LoRA, then train and save again"
+        "check that the optimizer gets the LoRA parameters, then train and save again"
     ),
 }
 """The code of a finding about values -> what to do: no repair mends values."""
@@ -383,11 +383,11 @@ def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[V
     problem = _nonfinite(scan) if scan.nan or scan.inf else ""
     if not problem and scan.is_negative and _SQUARES.search(tensor.fqn):
         problem = (
-            "holds numbers below 0, though it is a mean of squares: its root, and the weight after "
-            "the next step, are NaN"
+            "holds negative numbers, although it is a mean of squares: its square root is NaN, and "
+            "so is the weight after the next step"
         )
     if not problem and scan.is_negative and tensor.fqn.startswith("step of "):
-        problem = "is below 0: the next step of Adam divides by 0, or takes a root of it"
+        problem = "is negative: the next step of Adam divides by 0 or takes a root of it"
     if problem:
         words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {problem}"
         yield ValueFinding(
@@ -427,18 +427,21 @@ def _of_zeros(
     if not _must_not_be_zero(tensor):
         return None
     if others := lone.get(tensor.fqn):
-        return Severity.WARNING, f", and in {count_of(others, 'other layer')} it is not"
+        return Severity.WARNING, f", but not in {count_of(others, 'other layer')}"
     if tensor.dtype not in FLOATS:  # a quantised weight: no class makes one of zeros
         return Severity.WARNING, ""
     if _LORA_ZERO.search(tensor.fqn):
-        return Severity.WARNING, ", and the LoRA of other layers was trained"
+        return Severity.WARNING, ", but the LoRA of other layers was trained"
     if len(tensor.shape) <= 1 and not is_flat_name(
         tensor.fqn
     ):  # of a norm, or a scale, which may begin with zeros
         return None
     if steps():
         return Severity.WARNING, ", although the optimizer took steps"
-    return Severity.NOTE, ", as some models begin; no optimizer step is recorded in its folder"
+    return (
+        Severity.NOTE,
+        ", as some models initialize it; its folder records no optimizer step",
+    )
 
 
 def _of_one(
@@ -484,13 +487,10 @@ def _of_one(
     if tail is not None and not found:
         size, rest = human_size(tail.size), count_of(tail.after, "tensor")
         follow = (
-            f", and {rest} behind it in its file {'is' if tail.after == 1 else 'are'} zero"
+            f", and {rest} after it in the file {'is' if tail.after == 1 else 'are'} zero"
             * bool(tail.after)
         )
-        words = (
-            f"has {size} of zeros that {_Lost.END.value}, the first at byte {tail.begin} of "
-            f"it{follow}"
-        )
+        words = f"has {size} of zeros that {_Lost.END.value}, from byte {tail.begin} of it{follow}"
         yield "zero-pages", Severity.WARNING, words
 
 

@@ -207,7 +207,8 @@ class _Verdicts:
             target = () if self._bare.get(_list_of(group), False) else collapse(chain)
             return _Nested(
                 target,
-                f"{path} has these keys " + (f"behind '{dotted(others)}'" if others else "bare"),
+                f"{path} has these keys "
+                + (f"under '{dotted(others)}'" if others else "without a wrapper"),
                 assumed=False,
             )
         if self._evidence.is_registered(group.members[0]):

@@ -126,7 +126,7 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
                 path=path,
                 holds=problem.holds,
                 expected=problem.expected.value,
-                effect=f"a resume with DeepSpeed reads {tag}/, and {effect}",
+                effect=f"a resume with DeepSpeed reads {tag}/, but {effect}",
                 remedy=(
                     f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py"
                 ),
@@ -291,9 +291,9 @@ _NOUNS = {
 }
 """The states that accelerate and the Trainer save in files of torch."""
 
-_ON_RENAMED = "load_state fails, or gives an object the state of another one"
+_ON_RENAMED = "load_state fails, or gives an object the state of another object"
 _ON_RENAMED_BY_TRAINER = "the Trainer's resume fails"
-_ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another one"
+_ON_EXCHANGED_RANKS = "the Trainer gives a process the random states of another process"
 
 
 def diagnose_renamed(case: Case) -> Iterator[WrongState | UnknownState | Explained]:
@@ -413,7 +413,7 @@ def diagnose_meta_tensors(case: Case) -> Iterator[UnknownState]:
                 key=key,
                 holds=problem.holds,
                 expected=problem.expected.value,
-                effect="load_state_dict fails, unless the model is on the meta device, too",
+                effect="load_state_dict fails, unless the model is on the meta device too",
                 remedy=problem.remedy,
             )
 
@@ -434,8 +434,8 @@ def unread_weights(case: Case) -> Iterator[str]:
         hidden = [key for state_dict in file.state_dicts for key in state_dict.opaque_keys]
         if problem is not None:
             yield (
-                f"whether a script reads {path} itself: it holds {problem.holds}, and libraries "
-                "read a file of this name as one state dict"
+                f"whether a script reads {path} itself: it holds {problem.holds}, but libraries "
+                "expect a state dict in a file of this name"
             )
         elif hidden and may_hide_weights(file):
             yield f"values of {path} that are not plain tensors: {list_names(hidden)}"
@@ -472,7 +472,7 @@ def unchecked_weights(case: Case) -> Iterator[str]:
             continue
         if holds_no_tensor(file) and not has_optimizer:
             yield (
-                f"whether {component.path} lost its tensors: it has none, as a module without "
+                f"whether {component.path} lost its tensors: it has none, like a module without "
                 "parameters"
             )
         elif (
@@ -481,8 +481,8 @@ def unchecked_weights(case: Case) -> Iterator[str]:
             and (keys := _odd_keys(file))
         ):
             yield (
-                f"whether the model of {component.path} takes {list_names(keys)}: load_state "
-                "fails, unless a hook of the model does"
+                f"whether the model of {component.path} accepts {list_names(keys)}: load_state "
+                "fails, unless a hook of the model accepts such keys"
             )
 
 

@@ -78,7 +78,7 @@ class Topic(Struct, frozen=True, kw_only=True):
         for sentence, evidence, fix, severity in self.check(facts):
             given = severity or self.severities[0]
             if given not in self.severities:
-                raise ValueError(f"{self.code} is never of severity {given.value}")
+                raise ValueError(f"{self.code} cannot have severity {given.value}")
             more = len(evidence) - MAX_EVIDENCE
             if more > 0:
                 evidence = (*evidence[: MAX_EVIDENCE - 1], f"and {more + 1} more like these")

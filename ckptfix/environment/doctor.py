@@ -41,13 +41,16 @@ def _not_given(facts: Facts) -> Iterator[str]:
     if facts.script is None:
         yield "the training script (--script SCRIPT)"
     if facts.launch is None:
-        yield "the command that starts it (--launch 'accelerate launch ...')"
+        yield "the command that starts training (--launch 'accelerate launch ...')"
     if facts.folder is None:
-        yield "what weights_only refuses in a checkpoint (ckptfix doctor DIR)"
+        yield "checkpoint files that weights_only refuses (ckptfix doctor DIR)"
     if facts.device_map is None:
         yield "device maps (--device-map FILE)"
     elif facts.folder is None:
-        yield f"{facts.device_map.source}: ties and names (ckptfix doctor DIR --device-map FILE)"
+        yield (
+            f"{facts.device_map.source}: tied weights and keys (ckptfix doctor DIR --device-map "
+            "FILE)"
+        )
 
 
 def _not_seen(facts: Facts) -> Iterator[str]:
@@ -57,11 +60,11 @@ def _not_seen(facts: Facts) -> Iterator[str]:
     elif torch.count < 2:
         yield f"copies between devices: torch sees {count_of(torch.count, 'device')}"
     elif torch.verdicts is None:
-        yield "whether copies between devices are right (ckptfix doctor --peer-copies)"
+        yield "whether copies between devices are correct (ckptfix doctor --peer-copies)"
     else:
         yield (
-            "copies between devices in this run: their verdicts are those of the last ckptfix "
-            "doctor --peer-copies"
+            "copies between devices in this run: the verdicts are from the last ckptfix doctor "
+            "--peer-copies"
         )
     if len(machine.bus.gpus) > 1 and machine.bus.hidden:
         yield (
@@ -69,24 +72,25 @@ def _not_seen(facts: Facts) -> Iterator[str]:
             "doctor)"
         )
     if machine.is_virtual and len(machine.bus.gpus) > 1:
-        yield "IOMMU and ACS of the host: this is a virtual machine, and they do not show here"
+        yield "IOMMU and ACS of the host: not visible from this virtual machine"
     if len(machine.bus.gpus) > 1 and machine.bus.linked is None:
         yield "direct links between GPUs (NVLink): nvidia-smi topo did not answer"
     if facts.device_map is not None and not torch.count:
-        yield f"{facts.device_map.source}: whether its devices are there, for torch sees none here"
+        yield f"{facts.device_map.source}: whether its devices exist, because torch sees none here"
 
 
 def _not_read(facts: Facts) -> Iterator[str]:
     software = facts.software
     config = facts.config
     if config.problem or (config.asked and not config.exists):
-        yield f"how many processes start: {config.path}: {config.problem or 'does not exist'}"
+        problem = config.problem or "does not exist"
+        yield f"the number of processes that start: {config.path}: {problem}"
     if software.command is not None and not software.command.interpreter:
-        yield f"which Python {software.command.path} starts: its first line names none"
+        yield f"the Python that {software.command.path} starts: its first line names none"
     if not software.accelerate.names and "accelerate" in software.packages:
         yield "names and options of accelerate: its source was not found"
     if facts.script is not None:
-        yield "what the script's functions do when they are called, and what it imports"
+        yield "effects of the script's imports, and of its functions when they are called"
         yield from (f"{facts.script.path}: {cell}" for cell in facts.script.unread)
         if facts.script.uses.options is None:
             yield "the script's own options: it does not read them with argparse or click alone"

@@ -84,8 +84,9 @@ class ItemReader:
         """
         if item.transforms:
             raise UnsupportedFormat(
-                f"its bytes went through {', '.join(item.transforms)}, which is not read; load it "
-                "with torch.distributed.checkpoint and save it again without extensions"
+                "it was saved through extensions that ckptfix does not read "
+                f"({', '.join(item.transforms)}); load it with torch.distributed.checkpoint and "
+                "save it again without extensions"
             )
         in_front = min(8 + 1, self._reader.size - item.offset)
         if in_front > 0 and looks_like_safetensors(self._reader.read(item.offset, in_front)):
@@ -93,7 +94,7 @@ class ItemReader:
         end = item.offset + item.length
         if end > self._reader.size:
             raise TruncatedError(
-                f"it ends at byte {end}, the file has {self._reader.size}",
+                f"it ends at byte {end}, but the file has only {self._reader.size} bytes",
                 have=self._reader.size,
                 need=end,
             )
@@ -117,10 +118,12 @@ class ItemReader:
             tensors = self._safetensors[item.offset] = {one.fqn: one for one in file.tensors}
         one = tensors.get(item.fqn)
         if one is None or one.data_offsets is None:
-            raise FormatError(f"the safetensors file at byte {item.offset} does not hold it")
+            raise FormatError(f"the safetensors file at byte {item.offset} does not contain it")
         begin, end = one.data_offsets
         if end - begin != item.length:
-            raise FormatError(f"it has {end - begin} bytes there, its metadata says {item.length}")
+            raise FormatError(
+                f"it has {end - begin} bytes in the file, but the metadata says {item.length}"
+            )
         return SavedTensor(one.dtype, one.shape, (), 0, (begin, end - begin), (begin, end))
 
 
@@ -132,17 +135,17 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
     if archive.big_endian:
         raise UnsupportedFormat("it was written on a big-endian machine")
     if type(tree.root) is not Node or tree.root.kind in (Kind.LIST, Kind.DICT):
-        raise FormatError(f"it is {words_for(tree.root)}, its metadata says a tensor")
+        raise FormatError(f"it is {words_for(tree.root)}, but the metadata lists a tensor")
     tensor = read_tensor(Text("", 0, 0), tree.root, known)
     if tensor is None:
         raise UnsupportedFormat(
-            "it is not a plain tensor, of a dtype that is known and neither conjugated nor negated"
+            "it is not a plain tensor (of a known dtype, neither conjugated nor negated)"
         )
     nbytes = known[tensor.storage_key].nbytes
     record = storage_records(archive).get(tensor.storage_key)
     if record is None or record.size < nbytes:
         have = "no record" if record is None else f"a record of {record.size} bytes"
-        raise FormatError(f"its storage takes {nbytes} bytes and has {have}")
+        raise FormatError(f"its storage needs {nbytes} bytes but has {have}")
     if not record.is_stored:
         raise UnsupportedFormat("its record is compressed, which torch.save never does")
     begin = record.data_offset
@@ -259,7 +262,7 @@ class ItemCheck:
             if file.trailing:
                 return ItemProblem(f"{file.trailing} bytes follow its end")
             for name, _ in crc_mismatches(file, window, every_record=False):
-                return ItemProblem(f"its record {name!r:.80} does not have its CRC", name)
+                return ItemProblem(f"CRC-32 mismatch in its record {name!r:.80}", name)
             if chunk is not None:
                 return self._tensor_problem(window, chunk, dtype)
             root = file.tree.root
@@ -268,7 +271,7 @@ class ItemCheck:
                 and type(root) is Node
                 and read_tensor(Text("", 0, 0), root, storages(file.tree))
             ):
-                return ItemProblem("it is a tensor, its metadata says another object")
+                return ItemProblem("it is a tensor, but the metadata does not list a tensor")
         except FormatError as error:
             if isinstance(error, UnsupportedFormat) and not isinstance(error, BeyondLimits):
                 return None  # an intact object that only torch reads
@@ -283,10 +286,10 @@ class ItemCheck:
         archive, record, saved = _saved_tensor(window)
         if saved.shape != chunk.lengths:
             return ItemProblem(
-                f"it has the shape {list(saved.shape)}, its metadata says {list(chunk.lengths)}"
+                f"it has shape {list(saved.shape)}, but the metadata says {list(chunk.lengths)}"
             )
         if dtype is not None and saved.dtype != dtype:
-            return ItemProblem(f"it has the dtype {saved.dtype}, its metadata says {dtype}")
+            return ItemProblem(f"it has dtype {saved.dtype}, but the metadata says {dtype}")
         learned = _learned(window, archive, record, saved)
         if learned is not None and len(self._known) < _MAX_SHAPES:
             self._known[window.size, chunk, dtype] = learned
@@ -323,10 +326,11 @@ def read_item(reader: FileReader, item: StoredItem) -> TorchFile:
     """
     if item.transforms:
         raise UnsupportedFormat(
-            f"its bytes went through {', '.join(item.transforms)}, which is not read"
+            "it was saved through extensions that ckptfix does not read "
+            f"({', '.join(item.transforms)})"
         )
     if item.length > MAX_ITEM:
-        raise UnsupportedFormat(f"it has {item.length} bytes, at most {MAX_ITEM} are read")
+        raise UnsupportedFormat(f"it has {item.length} bytes, over the limit of {MAX_ITEM}")
     return read_torch_file(reader.window(item.offset, item.length))
 
 
@@ -398,19 +402,22 @@ def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
         if absent:
             yield DcpProblem(
                 tensor.fqn,
-                f"{len(absent)} of its {len(tensor.chunks)} chunks are stored in no file, the "
-                f"first at {list(absent[0].offsets)}",
+                f"{len(absent)} of its {len(tensor.chunks)} chunks "
+                f"{'is' if len(absent) == 1 else 'are'} not stored in any file, starting with the "
+                f"one at {list(absent[0].offsets)}",
             )
         problem = _coverage_problem(tensor, budget)
         if problem:
             yield DcpProblem(tensor.fqn, problem)
     for item in metadata.items:
         if (item.fqn, None) not in metadata.stored:
-            yield DcpProblem(item.fqn, "it is stored in no file")
+            yield DcpProblem(item.fqn, "it is not stored in any file")
     listed = {tensor.fqn for tensor in metadata.tensors} | {item.fqn for item in metadata.items}
     for fqn in dict.fromkeys(item.fqn for item in metadata.stored.values()):
         if fqn not in listed:
-            yield DcpProblem(fqn, "a file stores it, and state_dict_metadata does not list it")
+            yield DcpProblem(
+                fqn, "it is stored in a file, but state_dict_metadata does not list it"
+            )
 
 
 def coverage_problem(tensor: DcpTensor) -> str | None:
@@ -437,21 +444,24 @@ def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
         one, other = both
         # Of elements that are in two chunks at least one is counted twice.
         lost = whole - sum(prod(chunk.lengths) for chunk in chunks) + 1
-        gap = f", and at least {lost} of its {whole} elements are in no chunk" if lost > 0 else ""
+        verb = "is" if lost == 1 else "are"
+        gap = (
+            f", and at least {lost} of its {whole} elements {verb} in no chunk" if lost > 0 else ""
+        )
         return (
-            f"its chunk at {list(one.offsets)} of {list(one.lengths)} and the one at "
-            f"{list(other.offsets)} of {list(other.lengths)} overlap{gap}"
+            f"its chunks at {list(one.offsets)} (size {list(one.lengths)}) and at "
+            f"{list(other.offsets)} (size {list(other.lengths)}) overlap{gap}"
         )
     if budget.left < 0:
         return (
-            f"its {len(tensor.chunks)} chunks lie so that they are not compared, which no torch "
-            "makes"
+            f"its {len(tensor.chunks)} chunks were not checked for overlap: torch never lays them "
+            "out this way"
         )
     covered = sum(prod(chunk.lengths) for chunk in chunks)
     if covered == whole:
         return None
     return (
-        f"{whole - covered} of its {whole} elements are in no "
+        f"{whole - covered} of its {whole} elements {'is' if whole - covered == 1 else 'are'} in no "
         f"chunk{_gap(tensor.shape, chunks, axis)}"
     )
 

@@ -133,7 +133,7 @@ def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
     is too long.
     """
     if reader.size > MAX_METADATA:
-        raise BeyondLimits(f"it has {reader.size} bytes, at most {MAX_METADATA} are read")
+        raise BeyondLimits(f"it has {reader.size} bytes, over the limit of {MAX_METADATA}")
     return parse_dcp_metadata(reader.read(0, reader.size))
 
 
@@ -182,27 +182,28 @@ extensions.
 
 def _metadata(tree: PickleTree) -> DcpMetadata:
     if tree.persistent or tree.leftover or not _NEVER_READ.isdisjoint(tree.refused_opcodes):
-        raise FormatError("the pickle holds what pickle.load of a file alone cannot make")
+        raise FormatError("the pickle has values that pickle.load cannot build from a file alone")
     if not _frames_fit(tree):
         raise FormatError(
-            "a frame of the pickle ends inside a value, which pickle.load of a file then reads "
-            "wrongly"
+            "a frame of the pickle ends inside a value, so pickle.load of a file misreads it"
         )
     if tree.last_memo > len(tree.data):
         # CPython keeps the memo in an array as long as its highest entry: a MemoryError for
         # 0x65616368.
-        raise FormatError(f"the pickle writes memo entry {tree.last_memo}, which no pickler does")
+        raise FormatError(
+            f"the pickle writes memo entry {tree.last_memo}; no pickler numbers entries so high"
+        )
     for node in tree.calls:
         # Such as True: an EMPTY_TUPLE with one changed bit or byte.
         args, keywords = node.args if node.kind is Kind.NEW_EX else (node.args, None)
         if type(args) is not tuple or not (keywords is None or is_dict_like(keywords)):
             raise FormatError(
-                "the pickle makes an object of arguments that are not a tuple, so pickle.load fails"
+                "the pickle makes a call with arguments that are not a tuple, so pickle.load fails"
             )
         # A MEMOIZE differs from a NEWOBJ_EX in two bits, and then takes what was pushed before.
         if type(node.head) is not Node or node.head.kind is not Kind.GLOBAL:
             raise FormatError(
-                "the pickle makes an object of something that is not a class, so pickle.load fails"
+                "the pickle calls something that is not a class, so pickle.load fails"
             )
     unknown = next((pair for pair in tree.globals if not _is_known(*pair)), None)
     if unknown is not None:
@@ -210,19 +211,21 @@ def _metadata(tree: PickleTree) -> DcpMetadata:
         # exist. A planner or a writer of another package may write one; two changed letters of
         # pathlib look the same.
         raise BeyondLimits(
-            f"it names {'.'.join(unknown)!r:.200}, which torch up to 2.13 does not write there"
+            f"it refers to {'.'.join(unknown)!r:.200}, which torch up to 2.13 never writes to DCP "
+            "metadata"
         )
     if tree.impossible:
         # SETITEMS and APPENDS differ in one bit, and lie next to each other in each record.
-        raise FormatError(f"the pickle has {tree.impossible[0]}, so pickle.load fails")
+        raise FormatError(f"the pickle {tree.impossible[0]}, so pickle.load fails")
     for words in tree.refused_opcodes:
-        module, _, name = words.partition(" on ")[2].rpartition(".")
+        opcode, _, target = words.partition(" on ")
+        module, _, name = target.rpartition(".")
         if _is_known(module, name):
             # Such as APPEND on a StorageMeta: no class of torch takes items there.
-            raise FormatError(f"the pickle has the opcode {words}, so pickle.load fails")
+            raise FormatError(f"the pickle applies {opcode} to {target}, so pickle.load fails")
     if not is_instance(tree.root, "Metadata"):
         raise FormatError(
-            "a pickle, but none of torch.distributed.checkpoint: no Metadata at its root"
+            "a pickle, but not from torch.distributed.checkpoint: its root is not a Metadata object"
         )
     try:
         return _Reading(tree).metadata()
@@ -293,7 +296,7 @@ class _Reading:
                 items.append(DcpBytes(name.value, name.site))
             else:
                 raise UnsupportedFormat(
-                    f"{name.value!r:.200} is neither a tensor nor bytes, but {words_for(value)}"
+                    f"{name.value!r:.200} is {words_for(value)} (expected a tensor or bytes)"
                 )
         _check_unique([*tensors, *items])
         stored = self._stored(root)
@@ -304,7 +307,7 @@ class _Reading:
         meta = root.get("storage_meta")
         if meta is not None and not is_instance(meta, "StorageMeta"):
             raise UnsupportedFormat(
-                f"storage_meta is {words_for(meta)}, where torch's own writer puts a StorageMeta"
+                f"storage_meta is {words_for(meta)} (torch's own writer puts a StorageMeta there)"
             )
         for node in every_node(meta):
             # The path of the save: pathlib raises a TypeError for a number among its parts.
@@ -317,7 +320,7 @@ class _Reading:
                 type(node.args) is not tuple or not all(type(part) is Text for part in node.args)
             ):
                 raise FormatError(
-                    f"storage_meta calls {words_for(node)} with something else than text"
+                    f"storage_meta calls {words_for(node)} with something other than text"
                 )
         save_id = fields_of(meta).get("save_id") if meta is not None else None
         return DcpMetadata(
@@ -334,14 +337,14 @@ class _Reading:
         """Yield the pairs of a dict with strings as keys."""
         for key, value in self._pairs(root, name):
             if type(key) is not Text:
-                raise FormatError(f"{name} has {words_for(key)} where a name belongs")
+                raise FormatError(f"a key of {name} is {words_for(key)} (expected a string)")
             yield key, value
 
     def _pairs(self, root: Mapping[str, Any], name: str) -> Iterator[tuple[Any, Any]]:
         value = root.get(name)
         if type(value) is not Node or value.kind is not Kind.DICT:
             raise UnsupportedFormat(
-                f"{name} is {words_for(value)}, where torch's own planner and writer put a dict"
+                f"{name} is {words_for(value)} (torch's own planner and writer put a dict there)"
             )
         yield from pairs(value)
 
@@ -349,7 +352,7 @@ class _Reading:
         self._left -= count
         if self._left < 0:
             raise FormatError(
-                "the metadata refers to the same lists again and again, as no torch writes it"
+                "the metadata refers to the same lists over and over, which torch never does"
             )
 
     def _tensor(self, name: Text, node: Node) -> DcpTensor:
@@ -359,7 +362,7 @@ class _Reading:
         listed = values.get("chunks")
         if type(listed) is not Node or listed.kind is not Kind.LIST:
             raise FormatError(
-                f"the chunks of {name.value!r:.200} are not a list, but {words_for(listed)}"
+                f"the chunks of {name.value!r:.200} are {words_for(listed)} (expected a list)"
             )
         found = listed.items or []
         self._spend(len(found))
@@ -377,13 +380,14 @@ class _Reading:
                 item = key
             elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
-                    f"storage_data leads from {words_for(key)} to {words_for(value)}: no file "
-                    "writer of torch's made it"
+                    f"storage_data maps {words_for(key)} to {words_for(value)}, which no file "
+                    "writer of torch does"
                 )
             else:
                 item = self._stored_item(fields_of(key), fields_of(value))
             if found.setdefault((item.fqn, item.offsets), item) is not item:
-                raise FormatError(f"storage_data has {item.fqn!r:.200} at {item.offsets} twice")
+                place = "" if item.offsets is None else f" at {list(item.offsets)}"
+                raise FormatError(f"storage_data lists {item.fqn!r:.200}{place} twice")
         return found
 
     def _stored_item(self, key: Mapping[str, Any], value: Mapping[str, Any]) -> StoredItem:
@@ -391,13 +395,13 @@ class _Reading:
         path, offset, length = value.get("relative_path"), value.get("offset"), value.get("length")
         if type(name) is not Text or type(path) is not Text:
             raise FormatError(
-                f"storage_data leads from {words_for(name)} to {words_for(path)}, where names "
-                "belong"
+                f"storage_data maps {words_for(name)} to {words_for(path)} (expected a key and a "
+                "file name)"
             )
         if not is_count(offset) or not is_count(length):
             raise FormatError(
-                f"{name.value!r:.200} is said to be {length!r:.40} bytes from {offset!r:.40} of "
-                "its file"
+                f"{name.value!r:.200} has an invalid location: {length!r:.40} bytes at offset "
+                f"{offset!r:.40}"
             )
         where = self._paths.get(path.value)
         if where is None:
@@ -436,7 +440,7 @@ class _Reading:
                 type(step) is Text or type(step) is int for step in steps
             ):
                 raise UnsupportedFormat(
-                    f"planner_data has {words_for(steps)} as the path of {name.value!r:.200}"
+                    f"planner_data has an invalid path for {name.value!r:.200}: {words_for(steps)}"
                 )
             self._spend(len(steps))
             path = tuple([step.value if type(step) is Text else step for step in steps])
@@ -469,11 +473,12 @@ def _ensure_nested(paths: Mapping[str, tuple[str | int, ...]], names: Sequence[s
         numbers = [step for step in steps if type(step) is int]
         if numbers and (not where or sorted(numbers) != list(range(len(steps)))):
             raise FormatError(
-                f"planner_data does not count the items of {'.'.join(map(str, where))!r:.200}"
+                "planner_data does not number the items of "
+                f"{'.'.join(map(str, where))!r:.200} consecutively"
             )
     for name in names:
         if paths.get(name, (name,)) in inside:
-            raise FormatError(f"planner_data has {name!r:.200} as an item and as a dict")
+            raise FormatError(f"planner_data has {name!r:.200} both as an item and as a dict")
 
 
 class _Named(Protocol):
@@ -487,7 +492,7 @@ def _check_unique(named: Sequence[_Named]) -> None:
     seen: set[str] = set()
     for one in named:
         if one.fqn in seen:
-            raise FormatError(f"the metadata has {one.fqn!r:.200} twice")
+            raise FormatError(f"the metadata lists {one.fqn!r:.200} twice")
         seen.add(one.fqn)
 
 
@@ -498,16 +503,20 @@ def _chunk(node: object, name: str, shape: tuple[int, ...]) -> Chunk:
         values = fields_of(node)
         chunk = Chunk(size_of(values.get("offsets"), name), size_of(values.get("sizes"), name))
     else:
-        raise FormatError(f"the chunks of {name!r:.200} hold {words_for(node)}")
+        raise FormatError(
+            f"a chunk of {name!r:.200} is {words_for(node)} (expected ChunkStorageMetadata)"
+        )
     offsets, lengths = chunk
     if len(offsets) != len(shape) or len(lengths) != len(shape):
         raise FormatError(
-            f"a chunk of {name!r:.200} has {len(offsets)} dimensions, the tensor has {len(shape)}"
+            f"a chunk of {name!r:.200} has {len(offsets)} dimensions, but the tensor has "
+            f"{len(shape)}"
         )
     for offset, length, whole in zip(offsets, lengths, shape, strict=True):
         if offset + length > whole:
             raise FormatError(
-                f"the chunk of {name!r:.200} at {offsets} of {lengths} is not inside of {shape}"
+                f"the chunk of {name!r:.200} at {list(offsets)} (size {list(lengths)}) does not "
+                f"fit in the tensor's shape {list(shape)}"
             )
     return chunk
 

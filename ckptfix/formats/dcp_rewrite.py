@@ -218,8 +218,8 @@ def _sites(
     def want(site: int, new: str) -> None:
         if wanted.setdefault(site, new) != new:
             raise UnsupportedFormat(
-                f"two names share the string at byte {site} of the metadata: {new!r:.200} and "
-                f"{wanted[site]!r:.200}"
+                f"two names share the string at byte {site} of the metadata, which cannot become "
+                f"both {new!r:.200} and {wanted[site]!r:.200}"
             )
 
     pushes = [(one.site, one.fqn) for one in metadata.tensors]
@@ -246,7 +246,7 @@ def _infos(tree: PickleTree, places: Mapping[str, ItemLocation]) -> dict[str, No
             found[name.value] = info
     if found.keys() != places.keys():
         raise FormatError(
-            f"the metadata has no place of {min(places.keys() - found.keys())!r:.200}"
+            f"the metadata has no location for {min(places.keys() - found.keys())!r:.200}"
         )
     return found
 
@@ -261,5 +261,7 @@ def _key(info: Node, name: str) -> Text:
         if type(key) is Text and key.value == name
     ]
     if len(keys) != 1:
-        raise UnsupportedFormat(f"the place of an item has {len(keys)} attributes called {name!r}")
+        raise UnsupportedFormat(
+            f"the location of an item has {len(keys)} attributes named {name!r} (expected 1)"
+        )
     return keys[0]

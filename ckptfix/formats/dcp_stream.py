@@ -219,9 +219,11 @@ def fields_of(node: Node) -> dict[str, Any]:
         raise FormatError(f"the state of {words_for(node)} is not a dict")
     entries = state.entries or []
     if len(entries) > 2 * _MAX_FIELDS:
-        raise FormatError(f"{words_for(node)} has {len(entries) // 2} attributes")
+        raise FormatError(
+            f"{words_for(node)} has {len(entries) // 2} attributes (expected at most {_MAX_FIELDS})"
+        )
     if any(type(key) is not Text for key in entries[::2]):
-        raise FormatError(f"{words_for(node)} has an attribute without a name")
+        raise FormatError(f"{words_for(node)} has an attribute whose name is not a string")
     return {key[0]: value for key, value in zip(entries[::2], entries[1::2], strict=True)}
 
 
@@ -247,7 +249,7 @@ def torch_dtype_of(properties: object) -> str:
             if module == "torch" and name in DTYPES:
                 return str(name)
     raise FormatError(
-        f"the properties of a tensor name no dtype of torch's: {words_for(properties)}"
+        f"the properties of a tensor do not name a torch dtype: {words_for(properties)}"
     )
 
 
@@ -260,10 +262,13 @@ def size_of(value: object, name: str) -> tuple[int, ...]:
         if value.head.is_global("torch", "Size") and type(args) is tuple and len(args) == 1:
             value = args[0]
     if type(value) is not tuple or len(value) > _MAX_DIMENSIONS:
-        raise FormatError(f"a size of {name!r:.200} is {words_for(value)}")
+        raise FormatError(
+            f"a size of {name!r:.200} is {words_for(value)} (expected a torch.Size of at most "
+            f"{_MAX_DIMENSIONS} dimensions)"
+        )
     for number in value:
         if not is_count(number):
-            raise FormatError(f"a size of {name!r:.200} holds {number!r:.40}")
+            raise FormatError(f"a size of {name!r:.200} contains an invalid value: {number!r:.40}")
     return value
 
 
@@ -281,7 +286,7 @@ def path_inside(text: str) -> PurePosixPath:
         sound = False
     if not sound or not path.parts or path.is_absolute() or ".." in path.parts:
         raise FormatError(
-            f"an item is said to be in {text!r:.200}, which is not a file of the folder"
+            f"an item is recorded in {text!r:.200}, which is not a path inside the folder"
         )
     return path
 

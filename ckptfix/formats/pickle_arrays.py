@@ -49,7 +49,7 @@ _WITH_DTYPES = ("ml_dtypes", "quaternion")
 _MOST_PARTS = 1000
 """Dtypes of fields that are looked at. A few bytes can refer to one dtype again and again."""
 
-RAW_OBJECTS = "with bytes of the file in the place of Python objects"
+RAW_OBJECTS = "with raw bytes from the file in place of Python objects"
 """The problem of arrays whose elements are addresses that the file chose."""
 
 _OF_NUMBERS = re.compile(
@@ -103,10 +103,10 @@ def problem_of_array_states(function: tuple[str, str], node: Node) -> str:
         if _holds_objects(node) and not all(map(_knows_of_objects, node.states)):
             return RAW_OBJECTS
         is_right = all(_is_dtype_state(state, _code(node)) for state in node.states)
-        return "" if is_right else "and gives it a state that is not one of a dtype"
+        return "" if is_right else "and gives it a state that a dtype cannot have"
     if kind_of(node) == "numpy.ndarray":
         is_right = all(_is_array_state(state) for state in node.states)
-        return "" if is_right else "and gives it a state that is not one of an array"
+        return "" if is_right else "and gives it a state that an array cannot have"
     return ""
 
 
@@ -439,9 +439,9 @@ def _of_scalar(args: tuple[Any, ...], pickle: Pickle) -> str:
         return "" if layout.is_listed is not False else "with an array instead of bytes"
     length = _length(args[1])
     if length == -1 or layout.is_listed:
-        return "with something else than its bytes"
+        return "with something other than its bytes"
     is_short = length is not None and layout.size is not None and length < layout.size
-    return f"with {length} of {layout.size} bytes" if is_short else ""
+    return f"with only {length} of {layout.size} bytes" if is_short else ""
 
 
 def _of_array(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -454,12 +454,12 @@ def _of_array(args: tuple[Any, ...], pickle: Pickle) -> str:
 
 _ANYTHING = Parameter("anything", None)
 _SPECIFICATION = ("str", "bytes", "None", "list", "tuple", "numpy.dtype", KNOWN_GLOBAL, *MAPPINGS)
-_DTYPE = Parameter("what describes a dtype", _SPECIFICATION, _is_dtype, tuple(Kind))
+_DTYPE = Parameter("a description of a dtype", _SPECIFICATION, _is_dtype, tuple(Kind))
 _SHAPE = Parameter("a shape", ("tuple", "list", "torch.Size", "int"), _is_shape)
 _RECONSTRUCT = Rule(
     (
         Parameter(
-            "a class of arrays",
+            "an array class",
             (KNOWN_GLOBAL,),
             lambda value: function_of(value) == ("numpy", "ndarray"),
             (Kind.GLOBAL, Kind.CALL),
@@ -519,14 +519,14 @@ def problem_of_instance(name: str, node: Node) -> str:
     if node.kind is not Kind.NEW or given != expected:
         return f"with {given} argument{'' if given == 1 else 's'}, which no pickler writes"
     if name in _TUPLES:
-        return "and gives it a state, which it cannot have" if node.states else ""
+        return "and gives it a state, but it takes none" if node.states else ""
     states = node.states or []
     if name in _READ and not states:
         return "and gives it no state"
     return (
         ""
         if all(_is_state(name, state) for state in states)
-        else "and gives it a state that is not its own"
+        else "and gives it a state that does not fit"
     )
 
 

@@ -129,29 +129,25 @@ def ensure_calls(
     """
     if not has_checksum:
         if tree.leftover:
-            raise FormatError(
-                "the pickle ends with values that belong to nothing, which no pickler leaves"
-            )
+            raise FormatError("the pickle leaves unused values on its stack, which no pickler does")
         for node in tree.persistent:
             _, storage = read_storage(node)
             if not DEVICES.fullmatch(storage.location):
                 raise FormatError(
-                    f"a storage was saved on {storage.location!r:.80}, which torch does not know"
+                    f"a storage was saved on {storage.location!r:.80}, which is not a torch device"
                 )
     if "BUILD on global" in tree.refused_opcodes:
         raise FormatError("the pickle gives a state to a function or a class, so torch.load fails")
     if tree.impossible:
-        raise FormatError(f"the pickle has {tree.impossible[0]}, so torch.load fails")
+        raise FormatError(f"the pickle {tree.impossible[0]}, so torch.load fails")
     pickle = Pickle(known, set())
     if not all(is_hashable(key, pickle.hashable) for key in tree.keys):
-        raise FormatError(
-            "the pickle has a key that cannot be one, such as a list, so torch.load fails"
-        )
+        raise FormatError("the pickle has an unhashable key, such as a list, so torch.load fails")
     left = _LOOKS * len(tree.data)
     for node in _unusual(tree):
         left -= _weight(node.args)
         if left < 0:
-            raise FormatError("calls of the pickle share long arguments, which no pickler leaves")
+            raise FormatError("calls in the pickle share long arguments, which no pickler writes")
         problem = _problem(node, pickle)
         if problem:
             effect = "which can run any code" if problem == RAW_OBJECTS else "so torch.load fails"
@@ -243,11 +239,11 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     if function is None:
         is_instance = type(node.head) is Node and node.head.kind is Kind.NEW
         is_wrong = is_instance or kind_of(node.head) not in ("", OTHER_GLOBAL)
-        return "as a function, which it is not" if is_wrong else ""
+        return "as a function, but it is not one" if is_wrong else ""
     name = function[1]
     is_storage = name.endswith("Storage") and function not in _CALLED_STORAGES
     if is_storage or function == DTENSOR or kind_of(node.head) != KNOWN_GLOBAL:
-        return "as a function, which it is not"
+        return "as a function, but it is not one"
     if function in OF_INSTANCES:
         return problem_of_instance(name, node)
     problem = problem_of_array_states(function, node) or _problem_of_states(
@@ -258,7 +254,7 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     if node.kind is Kind.NEW_EX:
         return ""
     if node.kind is Kind.NEW and (name.startswith("_") or name in ("encode", "scalar")):
-        return "as a class, which it is not"
+        return "as a class, but it is not one"
     if type(args) is not tuple:
         if not kind_of(args):
             return ""
@@ -282,7 +278,7 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
     if function == _FROM_TYPE and depth < _MAX_WRAPPED:
         problem = _problem(Node(Kind.CALL, args[0], args[2]), pickle, depth + 1)
         if problem:
-            return f"for a call of {_name(args[0])} {problem}"
+            return f"to call {_name(args[0])} {problem}"
     return rule.problem(args, pickle) if rule.problem is not None else ""
 
 
@@ -297,13 +293,13 @@ def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
         } <= MAPPINGS | {"None"}
         return "" if is_right else "and gives it a state that is not a dict"
     if function in OF_RESULTS:
-        return "" if kinds <= {"None"} else "and gives it a state, which it cannot have"
+        return "" if kinds <= {"None"} else "and gives it a state, but it takes none"
     if function[1] == "Parameter" or function[1].endswith("Tensor"):
         # As torch wrote tensors before 0.4: made empty, and filled by their state.
         is_right = kinds <= {"tuple", "list"} and all(
             3 <= len(members(state)) <= 5 for state in states
         )
-        return "" if is_right else "and gives it a state that is not one of a tensor"
+        return "" if is_right else "and gives it a state that a tensor cannot have"
     return ""
 
 
@@ -321,7 +317,7 @@ def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
         kind == "int" and 0 <= value < INT64 for kind, value in zip(kinds, args, strict=True)
     )
     is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
-    return "" if is_right else "with something else than sizes or data"
+    return "" if is_right else "with something other than sizes or data"
 
 
 def _can_have_gradients(tensor: Any) -> bool:
@@ -374,7 +370,7 @@ def _of_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     """
     call = Node(Kind.CALL, Node(Kind.GLOBAL, _REBUILD_V2), args)
     if len(args) > 4 and args[4] is True and not _can_have_gradients(call):
-        return "for gradients of integers"
+        return "with requires_grad=True for integers"
     args = _with_strides(args)
     problem = _problem_of_sizes(*args[2:4])
     if not problem:
@@ -392,7 +388,7 @@ def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
     if args[4] is True:
         # torch.save writes it, and torch.load then sets the storage in place: "a leaf Variable that
         # requires grad".
-        return f"for a tensor of {dtype} with gradients"
+        return f"with requires_grad=True for a tensor of {dtype}"
     args = _with_strides(args)
     problem = _problem_of_sizes(*args[2:4])
     if not problem:
@@ -410,12 +406,12 @@ def _of_tensor_v3(args: tuple[Any, ...], pickle: Pickle) -> str:
 def _of_quantized_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     storage, offset, shape, stride, _, has_gradients, _ = args
     if has_gradients is True:
-        return "for gradients of integers"
+        return "with requires_grad=True for integers"
     if type(storage) is Node and storage.kind is Kind.PERSISTENT:
         # read_storage has checked the form of the persistent id.
         _, cls, _, _, numel = storage.head[:5]
         if not cls.head[1].startswith("Q"):
-            return "for numbers that are not quantized"
+            return "with a storage that is not quantized"
         # Types below a byte keep several numbers in one of their storage.
         is_packed = cls.head[1] in ("QUInt4x2Storage", "QUInt2x4Storage")
         is_plain = (
@@ -426,25 +422,29 @@ def _of_quantized_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
             and not is_packed
             and offset + sum(map(mul, shape, stride)) - sum(stride) >= numel
         ):
-            return "for more numbers than its storage has"
+            return "for more elements than its storage has"
     return _problem_of_sizes(shape, stride)
 
 
 def _of_parameter(args: tuple[Any, ...], pickle: Pickle) -> str:
     has_gradients = args[1] if len(args) > 1 else bool(args)
     is_right = has_gradients is not True or _can_have_gradients(args[0])
-    return "" if is_right else "for gradients of integers"
+    return "" if is_right else "with requires_grad=True for integers"
 
 
 def _of_meta_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     dtype, shape, stride, has_gradients = args
     if has_gradients is True and not _is_of_floats(dtype):
-        return "for gradients of integers"
+        return "with requires_grad=True for integers"
     return _problem_of_sizes(shape, stride)
 
 
 def _of_device_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
-    return "for gradients of integers" if args[3] is True and not _is_of_floats(args[1]) else ""
+    return (
+        "with requires_grad=True for integers"
+        if args[3] is True and not _is_of_floats(args[1])
+        else ""
+    )
 
 
 def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -457,7 +457,7 @@ def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
             one.head for one in (args[1], *named) if type(one) is Node and one.kind is Kind.GLOBAL
         ]
         if len(both) == 2 and both[0] != both[1]:
-            return f"for a {both[0][1]:.80} made as a {both[1][1]:.80}"
+            return f"to turn a {both[1][1]:.80} into a {both[0][1]:.80}"
     if not is_dtensor(args[1]):
         return ""
     parts = args[3] if type(args[3]) is tuple else (args[3],)
@@ -469,7 +469,7 @@ def _of_type(args: tuple[Any, ...], pickle: Pickle) -> str:
         and kind_of(attributes.get("_spec")) in ("", "DTensorSpec")
         and attributes.keys().isdisjoint(("device_mesh", "placements"))  # they cannot be set
     )
-    return "" if is_right else "for a DTensor without its part or its description"
+    return "" if is_right else "for a DTensor without a valid local tensor and spec"
 
 
 def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -486,7 +486,7 @@ def _of_sparse_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
     is_coo = name.value == "torch.sparse_coo"
     kinds = {kind_of(part) for part in data[: 2 if is_coo else 3]}
     is_right = len(data) in ((3, 4) if is_coo else (4,)) and kinds <= {"", "tensor"}
-    return "" if is_right else "with something else than the tensors of its layout"
+    return "" if is_right else "with something other than the tensors of its layout"
 
 
 def _of_nested_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -503,7 +503,7 @@ def _of_nested_tensor(args: tuple[Any, ...], pickle: Pickle) -> str:
         storage, _, shape, *_ = tensor.args
         is_of_sizes = storage.head[1].head[1] == "LongStorage"
         if (number > 1 and not is_of_sizes) or (dimensions and len(members(shape)) != dimensions):
-            return f"with a tensor of a wrong form as argument {number}"
+            return f"with a tensor of the wrong dtype or shape as argument {number}"
     return ""
 
 
@@ -516,33 +516,29 @@ def _of_encoded(args: tuple[Any, ...], pickle: Pickle) -> str:
         elif len(args) < 3 and type(args[0]) is Text:
             args[0].value.encode(encoding)
     except LookupError:
-        return f"for the unknown encoding {encoding!r:.40}"
+        return f"with the unknown encoding {encoding!r:.40}"
     except ValueError:
-        return f"for characters that have no byte in {encoding!r:.40}"
+        return f"with characters that {encoding!r:.40} cannot encode"
     return ""
 
 
 def _of_members(args: tuple[Any, ...], pickle: Pickle) -> str:
     values = members(args[0]) if args and kind_of(args[0]) in ITERABLE else ()
     is_right = all(is_hashable(value, pickle.hashable) for value in values)
-    return "" if is_right else "with a member that cannot be one, such as a list"
+    return "" if is_right else "with an unhashable member, such as a list"
 
 
 def _of_pairs(args: tuple[Any, ...], pickle: Pickle) -> str:
     pairs = members(args[0]) if args and kind_of(args[0]) not in MAPPINGS else ()
     keys = [members(pair)[0] for pair in pairs if kind_of(pair) in ("tuple", "list")]
     is_right = all(is_hashable(key, pickle.hashable) for key in keys)
-    return "" if is_right else "with a key that cannot be one, such as a list"
+    return "" if is_right else "with an unhashable key, such as a list"
 
 
 def _of_bytearray(args: tuple[Any, ...], pickle: Pickle) -> str:
     kind = kind_of(args[0]) if args else ""
     if kind and (kind == "str") != (len(args) > 1):
-        return (
-            "for a str without an encoding"
-            if kind == "str"
-            else "with an encoding of something else"
-        )
+        return "with a str but no encoding" if kind == "str" else "with an encoding but no str"
     return _of_encoded(args, pickle) if len(args) > 1 else ""
 
 
@@ -552,8 +548,8 @@ def _of_complex(args: tuple[Any, ...], pickle: Pickle) -> str:
     try:
         complex(args[0].value)
     except ValueError:
-        return "for a str that is not a number"
-    return "for a str and a number" if len(args) > 1 else ""
+        return "with a str that is not a number"
+    return "with a str and a second argument" if len(args) > 1 else ""
 
 
 def _of_device(args: tuple[Any, ...], pickle: Pickle) -> str:
@@ -562,7 +558,7 @@ def _of_device(args: tuple[Any, ...], pickle: Pickle) -> str:
         return f"with a wrong argument 1 (expected a str, found {noun(kind_of(name))})"
     is_indexed = type(name) is Text and ":" in name.value
     is_wrong = type(index) is int and (is_indexed or not 0 <= index < INT64)
-    return "with an index that is not one" if is_wrong else ""
+    return "with an invalid index" if is_wrong else ""
 
 
 _TENSOR_PARAMETERS = (STORAGE, OFFSET, SIZES, STRIDES, FLAG, HOOKS)
@@ -571,8 +567,8 @@ _DEVICE_PARAMETERS = (PLAIN_DTYPE, DEVICE, FLAG)
 
 _RULES: Mapping[tuple[str, str], Rule] = {
     ("collections", "OrderedDict"): Rule((Parameter("pairs", ITERABLE, are_pairs),), 0, _of_pairs),
-    ("collections", "Counter"): Rule((Parameter("what can be counted", MADE_OF),), 0, _of_members),
-    ("builtins", "set"): Rule((Parameter("what can be in a set", MADE_OF[1:]),), 0, _of_members),
+    ("collections", "Counter"): Rule((Parameter("an iterable", MADE_OF),), 0, _of_members),
+    ("builtins", "set"): Rule((Parameter("an iterable", MADE_OF[1:]),), 0, _of_members),
     ("builtins", "bytearray"): Rule(
         (
             Parameter("bytes", ("int", "bool", *MADE_OF[1:]), make_bytes),
@@ -592,7 +588,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch", "device"): Rule(
         (
             # torch takes the number of a device of the machine, too, and writes none.
-            Parameter("a device that torch knows", ("str", "torch.device"), is_device),
+            Parameter("a torch device", ("str", "torch.device"), is_device),
             Parameter("an index", ("int", "None")),
         ),
         1,
@@ -614,7 +610,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch._utils", "_rebuild_qtensor"): Rule(
         (
             *(STORAGE, OFFSET, SIZES, SIZES),
-            Parameter("a scheme of quantization with its numbers", ("tuple", "list"), is_quantizer),
+            Parameter("a quantization scheme with its numbers", ("tuple", "list"), is_quantizer),
             *(FLAG, HOOKS),
         ),
         7,
@@ -629,7 +625,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("torch._utils", "_rebuild_nested_tensor"): Rule((TENSOR,) * 4, 4, _of_nested_tensor),
     _WRAPPER: Rule(
         (
-            Parameter("a class of its own", (KNOWN_GLOBAL,), is_dtensor, (Kind.GLOBAL, Kind.CALL)),
+            Parameter("the class DTensor", (KNOWN_GLOBAL,), is_dtensor, (Kind.GLOBAL, Kind.CALL)),
             DTYPE,
             SIZES,
             STRIDES,
@@ -641,7 +637,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         8,
     ),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): Rule(
-        (Parameter("an array of numpy", ("numpy.ndarray",)), *_DEVICE_PARAMETERS),
+        (Parameter("a numpy array", ("numpy.ndarray",)), *_DEVICE_PARAMETERS),
         4,
         _of_device_tensor,
     ),
@@ -652,7 +648,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         (
             Parameter("a function", (KNOWN_GLOBAL,), None, (Kind.GLOBAL, Kind.CALL)),
             Parameter(
-                "a class of tensors",
+                "a tensor class",
                 (KNOWN_GLOBAL,),
                 is_class_of_tensors,
                 (Kind.GLOBAL, Kind.CALL),

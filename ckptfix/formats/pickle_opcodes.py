@@ -146,7 +146,7 @@ class Machine:
         head = (module, name)
         if head not in self.heads:
             if len(module) + len(name) > MAX_GLOBAL_NAME:
-                raise self.malformed(f"names a global by {len(module) + len(name)} characters")
+                raise self.malformed(f"names a global with {len(module) + len(name)} characters")
             if len(self.heads) >= MAX_GLOBALS:
                 raise FormatError(f"the pickle names more than {MAX_GLOBALS} globals")
             self.heads[head] = head
@@ -184,7 +184,7 @@ class Machine:
         length = end - self.position - 1
         if length > MAX_LINE:
             raise BeyondLimits(
-                f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read"
+                f"the pickle has a line of {length} bytes, over the limit of {MAX_LINE}"
             )
         line = self.data[self.position + 1 : end]
         self.position = end + 1
@@ -264,7 +264,7 @@ def string_line(machine: Machine) -> None:
     site = machine.position
     line = machine.line().strip()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise machine.malformed("holds a string without quotes")
+        raise machine.malformed("has a string without quotes")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pickle, too, keeps an unknown escape as it is
         raw: bytes = codecs.escape_decode(line[1:-1])[0]
@@ -294,7 +294,7 @@ def _length(machine: Machine, width: int) -> int:
         raise machine.truncated()
     length = int.from_bytes(raw, "little", signed=width == 0)
     if length < 0:
-        raise machine.malformed(f"has length {length}")
+        raise machine.malformed(f"has a negative length: {length}")
     return length
 
 
@@ -314,7 +314,9 @@ def binary_long(width: int) -> Callable[[Machine], None]:
     def push(machine: Machine) -> None:
         raw = _sized(machine, width)
         if len(raw) > MAX_INTEGER:
-            raise BeyondLimits(f"the pickle holds an integer of {len(raw)} bytes")
+            raise BeyondLimits(
+                f"the pickle has an integer of {len(raw)} bytes, over the limit of {MAX_INTEGER}"
+            )
         machine.stack.append(int.from_bytes(raw, "little", signed=True))
 
     return push
@@ -335,7 +337,9 @@ def long_line(machine: Machine) -> None:
 def integer(line: bytes) -> int:
     """Return the int that a line spells."""
     if len(line) > MAX_INTEGER:  # int() takes time that grows with the square of the digits
-        raise BeyondLimits(f"the pickle holds an integer of {len(line)} digits")
+        raise BeyondLimits(
+            f"the pickle has an integer of {len(line)} digits, over the limit of {MAX_INTEGER}"
+        )
     return int(line)
 
 
@@ -365,7 +369,7 @@ def _container(kind: Kind) -> Callable[[Machine], None]:
     def push(machine: Machine) -> None:
         machine.containers += 1
         if machine.containers > MAX_CONTAINERS:
-            raise BeyondLimits(f"the pickle holds more than {MAX_CONTAINERS} lists and dicts")
+            raise BeyondLimits(f"the pickle has more than {MAX_CONTAINERS} lists and dicts")
         machine.stack.append(Node(kind))
         machine.position += 1
 
@@ -453,7 +457,7 @@ def _check_target(
     target = kind_of(node)
     if target not in ("", OTHER_GLOBAL, *fitting):
         opcode = opcode_name(machine.data[machine.position])
-        machine.impossible.add(f"the opcode {opcode} on {noun(target)}")
+        machine.impossible.add(f"applies {opcode} to {noun(target)}")
     head = node.head
     is_made = node.kind in CALLS and type(head) is Node and head.kind is Kind.GLOBAL
     if not is_made:
@@ -478,7 +482,7 @@ def _build(machine: Machine) -> None:
     node: Node = machine.stack[-1]
     if node.kind not in CALLS:
         if node.kind not in (Kind.GLOBAL, Kind.BUFFER):
-            machine.impossible.add(f"the opcode BUILD on {noun(kind_of(node))}")
+            machine.impossible.add(f"applies BUILD to {noun(kind_of(node))}")
         _refuse_target(machine, node.kind.value)
     elif type(node.head) is Node and node.head.kind is Kind.GLOBAL:
         machine.built.add(node.head.head)
@@ -564,7 +568,7 @@ def _put(machine: Machine) -> None:
     index = integer(machine.line())
     # Pickle counts from 0; a dict of chosen huge numbers takes quadratic time.
     if not 0 <= index <= U32:
-        raise machine.malformed("writes a memo entry that no pickler would")
+        raise machine.malformed("writes a memo entry that no pickler writes")
     machine.memo[index] = machine.stack[-1]
 
 
@@ -608,7 +612,7 @@ def _dup(machine: Machine) -> None:
 def _proto(machine: Machine) -> None:
     (machine.protocol,) = machine.operand(1, 0)
     if machine.protocol > 5:
-        raise FormatError(f"pickle protocol {machine.protocol}; 5 is the newest that is known")
+        raise FormatError(f"unknown pickle protocol {machine.protocol} (the newest known is 5)")
 
 
 def _frame(machine: Machine) -> None:

@@ -175,21 +175,21 @@ def is_layout(value: Any) -> bool:
 
 _CALL, _GLOBAL = (Kind.CALL,), (Kind.GLOBAL,)
 STORAGE = Parameter("a storage", ("storage",))
-OFFSET = Parameter("a number from 0", ("int",), lambda value: 0 <= value < INT64)
-SIZES = Parameter("a tuple of 64-bit numbers from 0", ("tuple", "torch.Size", "list"), _are_sizes)
-STRIDES = Parameter(
-    "a tuple of 64-bit numbers", ("tuple", "torch.Size", "list", "None"), _are_numbers
+OFFSET = Parameter("a non-negative int", ("int",), lambda value: 0 <= value < INT64)
+SIZES = Parameter(
+    "a tuple of non-negative 64-bit ints", ("tuple", "torch.Size", "list"), _are_sizes
 )
+STRIDES = Parameter("a tuple of 64-bit ints", ("tuple", "torch.Size", "list", "None"), _are_numbers)
 FLAG = Parameter("a bool", ("bool",))
 FLAG_OR_NONE = Parameter("a bool", ("bool", "None"))
 DTYPE = Parameter("a torch.dtype", ("torch.dtype", "None"), None, _GLOBAL)
 PLAIN_DTYPE = Parameter(
-    "a torch.dtype without a scale", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL
+    "a torch.dtype that is not quantized", ("torch.dtype", "None"), _is_plain_dtype, _GLOBAL
 )
 TENSOR = Parameter("a tensor", ("tensor",), None, _CALL)
 TENSOR_OR_NONE = Parameter("a tensor", ("tensor", "None"), None, _CALL)
 LAYOUT = Parameter("a torch.layout", ("torch.layout",))
-DEVICE = Parameter("a device that torch knows", ("torch.device", "str", "None"), is_device)
+DEVICE = Parameter("a torch device", ("torch.device", "str", "None"), is_device)
 METADATA = Parameter(
     "a dict of flags", ("tuple", "None", "int", "list", "bool", *MAPPINGS), _are_flags
 )

@@ -53,13 +53,13 @@ def rewrite(
     fault of this module.
     """
     if tree.leftover:
-        raise UnsupportedFormat("the pickle leaves values on the stack")
+        raise UnsupportedFormat("the pickle leaves unused values on its stack")
     with paused_gc():
         changes = sorted([*_changes(tree, new_names), *_number_changes(tree, new_numbers)])
         data = _apply(tree, changes)
         if not (is_right(data) if is_right is not None else _is_right(tree, data, new_names)):
             raise FormatError(
-                "the rewritten pickle is not the old one with new names; nothing was changed"
+                "the rewritten pickle differs in more than its names; nothing was changed"
             )
     return data
 
@@ -171,7 +171,9 @@ def _encode(family: int, value: str) -> bytes:
                 raw = value.encode("utf-8", "surrogatepass")
                 return b"X" + pack("<I", len(raw)) + raw
     except UnicodeEncodeError:
-        raise UnsupportedFormat(f"{value!r} cannot be written as the old name was") from None
+        raise UnsupportedFormat(
+            f"{value!r} cannot be written in the encoding of the old name"
+        ) from None
 
 
 def _sized(short: bytes, long: bytes, raw: bytes) -> bytes:

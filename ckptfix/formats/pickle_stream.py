@@ -155,7 +155,7 @@ def _run(machine: Machine) -> None:
                 elif c < 0x52:
                     if c == 0x28:  # MARK
                         if len(meta) > MAX_DEPTH:
-                            raise BeyondLimits(f"the pickle nests more than {MAX_DEPTH} marks")
+                            raise BeyondLimits(f"the pickle nests marks more than {MAX_DEPTH} deep")
                         meta.append(stack)
                         stack = []
                         push = stack.append

@@ -17,8 +17,8 @@ UNRESOLVABLE = ("?", "?")
 computed name.
 """
 
-_NOT_PAIRS = "an OrderedDict is made from something else than a list of pairs"
-_SHARED = "two dicts of the pickle are made from one list"
+_NOT_PAIRS = "an OrderedDict is made from something other than a list of pairs"
+_SHARED = "two dicts of the pickle are made from the same list"
 
 
 class Text(NamedTuple):
@@ -96,7 +96,7 @@ class PickleTree(Brief, Struct, frozen=True, kw_only=True, eq=False):
     of its persistent ids. ``frames``: offset and length of each FRAME. ``duplicated``: sites of
     strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on
-    collections.deque". ``impossible``: what no unpickler does, such as "the opcode SETITEM on a
+    collections.deque". ``impossible``: what no unpickler does, such as "applies SETITEM to a
     set". ``built``: (module, name) of what made the objects that BUILD gave a state. ``leftover``:
     values stay on the stack after STOP. ``calls``: every call, in stream order. ``keys``: keys and
     members that are neither strings nor numbers. ``last_memo``: the highest entry of the memo, 0

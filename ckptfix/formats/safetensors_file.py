@@ -61,8 +61,8 @@ class SafetensorsFile(Struct, frozen=True):
 
 
 COPIED_AS_TEXT = (
-    "a copy as text put a carriage return before each line feed, so that the numbers behind the "
-    "first are shifted; copy it as binary"
+    "the file was copied in text mode: a carriage return before each line feed shifts the numbers "
+    "after the first; copy it in binary mode"
 )
 _PIECE = 1 << 16
 """Bytes of a read in the search for line feeds: weights have a bare one in a few hundred bytes."""
@@ -105,17 +105,17 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
     """
     if reader.size < 8:
         raise TruncatedError(
-            f"{reader.size} bytes, a header length takes 8",
+            f"it has only {reader.size} bytes, but the header length alone takes 8",
             have=reader.size,
             need=8,
             in_header=True,
         )
     (length,) = struct.unpack("<Q", reader.read(0, 8))
     if length > MAX_HEADER:
-        raise FormatError(f"the header claims {length} bytes, the format allows {MAX_HEADER}")
+        raise FormatError(f"the header claims {length} bytes, but the format allows {MAX_HEADER}")
     if 8 + length > reader.size:
         raise TruncatedError(
-            f"the header ends at byte {8 + length}, the file has {reader.size}",
+            f"the header ends at byte {8 + length}, but the file has only {reader.size} bytes",
             have=reader.size,
             need=8 + length,
             in_header=True,
@@ -131,7 +131,7 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
     tensors, data_end = _tensors(header, 8 + length)
     if data_end > reader.size and not cut:
         raise TruncatedError(
-            f"the last tensor ends at byte {data_end}, the file has {reader.size}",
+            f"the last tensor ends at byte {data_end}, but the file has only {reader.size} bytes",
             have=reader.size,
             need=data_end,
         )
@@ -176,7 +176,9 @@ def pad_header(header: bytes, length: int) -> bytes:
     Raises FormatError when it is longer than that.
     """
     if len(header) > length:
-        raise FormatError(f"the new header takes {len(header)} bytes, there is room for {length}")
+        raise FormatError(
+            f"the new header takes {len(header)} bytes, but there is only room for {length}"
+        )
     return header + b" " * (length - len(header))
 
 
@@ -211,7 +213,7 @@ def _parse_json(
         if len(result) != len(pairs):
             twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
             if repeated is None:
-                raise FormatError(f"{what} names {twice[0]!r} more than once")
+                raise FormatError(f"{what} has the key {twice[0]!r} more than once")
             repeated.extend(twice)
         return result
 
@@ -222,7 +224,7 @@ def _parse_json(
     except UnicodeDecodeError as error:
         raise FormatError(f"{what} is not UTF-8 at byte {start + error.start}") from None
     except UnicodeEncodeError:
-        raise FormatError(f"a name in {what} holds half of a surrogate pair") from None
+        raise FormatError(f"a name in {what} has an unpaired surrogate") from None
     except RecursionError:
         raise FormatError(f"{what} is nested too deeply") from None
     except FormatError:
@@ -248,7 +250,7 @@ def _integer(text: str) -> int | float:
 
 
 def _no_constant(text: str) -> Any:
-    raise FormatError(f"the header holds {text}, which is not JSON")
+    raise FormatError(f"the header contains {text}, which is not JSON")
 
 
 def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
@@ -310,9 +312,10 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
     for tensor in found:
         begin, end = _offsets(tensor)
         if begin != position:
-            kind = "overlap the tensor before" if begin < position else "leave a hole"
+            kind = "overlap the data before" if begin < position else "leave a gap"
             raise FormatError(
-                f"the bytes of {tensor.fqn!r} begin at {begin} and {kind}, which ends at {position}"
+                f"the bytes of {tensor.fqn!r} {kind}: they begin at {begin}, but the data before "
+                f"them ends at {position}"
             )
         position = end
     return tuple(found), position
@@ -328,15 +331,15 @@ def _check_entry(
 ) -> None:
     # type() and not isinstance(): JSON's true would pass as 1.
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-        raise FormatError(f"data_offsets of {fqn!r} are {begin!r} to {end!r}")
+        raise FormatError(f"the data_offsets of {fqn!r} are invalid: {begin!r} to {end!r}")
     bits = _BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which safetensors does not know")
+        raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which safetensors does not have")
     count = 1
     for size in shape:
         # The reference reads sizes up to 64 bits, torch and numpy up to 63.
         if type(size) is not int or not 0 <= size <= _U64 >> 1:
-            raise FormatError(f"the shape of {fqn!r} holds {size!r}")
+            raise FormatError(f"the shape of {fqn!r} has an invalid size: {size!r}")
         count *= size
         if count > _U64:  # as the reference refuses it, even where a later 0 makes it empty
             raise FormatError(f"the shape of {fqn!r} has more elements than 64 bits can count")
@@ -348,7 +351,7 @@ def _check_entry(
             # torch 2.13 counts it over sizes of 0, too, and fails with "Stride calculation
             # overflowed".
             if stride > _U64 >> 1:
-                raise FormatError(f"the shape of {fqn!r} has a stride that is larger than 63 bits")
+                raise FormatError(f"the shape of {fqn!r} needs a stride of more than 63 bits")
     if count * bits != (end - begin) * 8:
         raise FormatError(
             f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its "
@@ -365,9 +368,7 @@ def _check_more(fqn: str, entry: Mapping[str, Any]) -> None:
     depth = 2
     while values:
         if any(type(value) is int and abs(value) > float_info.max for value in values):
-            raise FormatError(
-                f"the entry of {fqn!r} holds an integer that is larger than any float"
-            )
+            raise FormatError(f"the entry of {fqn!r} has an integer that is larger than any float")
         nested = [value for value in values if isinstance(value, dict | list)]
         depth += 1
         if nested and depth > _DEEPEST:
@@ -431,7 +432,7 @@ def parse_index(data: bytes) -> WeightsIndex:
         if isinstance(name, str) and name in paths:
             continue
         message = (
-            f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
+            f"the weight_map maps {fqn!r} to {name!r}, which is not a file name in this folder"
         )
         if (
             not isinstance(name, str)

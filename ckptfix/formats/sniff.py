@@ -21,7 +21,7 @@ _OTHERS = (
     *((magic[::-1], "a GGML model") for magic in (b"ggml", b"ggmf", b"ggjt", b"ggla")),
     (b"%PDF", "a PDF document"),
     (b"\x7fELF", "an ELF program"),
-    (b"\x00\x05\x16\x07", "an AppleDouble file of macOS"),
+    (b"\x00\x05\x16\x07", "a macOS AppleDouble file"),
 )
 
 
@@ -36,9 +36,9 @@ CTranslate2's converters).
 """
 
 _IDENTIFIERS = (
-    (b"TFL3", "a model of TensorFlow Lite"),
-    (b"ORTM", "a model of onnxruntime"),
-    (b"ET1", "a program of ExecuTorch"),
+    (b"TFL3", "a TensorFlow Lite model"),
+    (b"ORTM", "an onnxruntime model"),
+    (b"ET1", "an ExecuTorch program"),
 )
 """Identifiers of flatbuffers, which follow the first 4 bytes."""
 
@@ -63,11 +63,11 @@ def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
         return words
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
-        return "an HTML or XML page, probably the answer of a failed download"
+        return "an HTML or XML page, probably from a failed download"
     if json and looks_like_json(head):
         return "a JSON file"
     if not any(head) and not any(reader.read(reader.size - len(head), len(head))):
-        return "all zeros where a header should be, as after a lost write"
+        return "zeros instead of a header, as after a lost write"
     return None
 
 
@@ -82,10 +82,10 @@ def other_format(reader: FileReader) -> str | None:
         return None  # a damaged archive, whatever it was
     names = [record.name for record in records]
     if all(name.endswith(".npy") for name in names):
-        return "an npz archive of numpy"
+        return "a numpy npz archive"
     if any(map(_OF_EXPORT.fullmatch, names)):
-        return "a program of torch.export"
-    return None if any(map(_OF_TORCH.fullmatch, names)) else "a zip archive of another program"
+        return "a torch.export program"
+    return None if any(map(_OF_TORCH.fullmatch, names)) else "a zip archive from another program"
 
 
 def _other(head: bytes) -> str | None:

@@ -119,7 +119,7 @@ def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> Pic
             return parse(reader.read(offset, length))
         except TruncatedError as error:
             if length == reader.size - offset:
-                message = f"{error}; the file ends at {reader.size}"
+                message = f"{error}; the file ends at byte {reader.size}"
                 raise TruncatedError(message, have=reader.size, in_header=True) from None
             if length == limit:
                 raise BeyondLimits(f"the pickle is longer than {limit} bytes") from None
@@ -155,10 +155,10 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     ranges, end = _ranges(reader, known, keys, position)
     for part in parts:
         if part is not tree and part.persistent:
-            raise FormatError("a storage is named outside of the object of the legacy torch file")
+            raise FormatError("the legacy torch file refers to a storage outside its saved object")
         ensure_calls(part, known)
     if any(len(node.head) != 6 for node in tree.persistent):
-        raise FormatError("a storage of the legacy torch file is named as those of zip files are")
+        raise FormatError("the legacy torch file has a storage id in the format of torch zip files")
     # torch.load executes all five: a global in any of them is a global of the file, and a refusal
     # of one refuses the file.
     named = {name: at for part in parts for name, at in part.globals.items()}
@@ -183,7 +183,7 @@ def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
         # Printed only if it is small: a tuple can be too deep for repr, an integer too long.
         is_small = type(version.root) is int and abs(version.root) < 1 << 32
         what = f"{version.root}" if is_small else f"<{type(version.root).__name__}>"
-        raise FormatError(f"a legacy torch file of version {what}, known is {PROTOCOL_VERSION}")
+        raise FormatError(f"a legacy torch file of version {what} (expected {PROTOCOL_VERSION})")
     position = first.end + version.end
     # The dict has the byte order of the machine, and ``_legacy_load`` ignores it:
     # ``THPStorage_writeFileRaw`` (``torch/csrc/serialization.cpp``) writes numbers as little-endian
@@ -246,7 +246,8 @@ def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:
         )
     if slack in (1, 3):
         raise UnsupportedFormat(
-            f"a legacy torch file cannot become {slack} bytes shorter: padding takes 2 or 5"
+            f"a legacy torch file cannot shrink by {slack} byte{'s' if slack > 1 else ''}: padding "
+            "takes 2 or 5 bytes"
         )
     if slack and file.tree.frames:
         raise UnsupportedFormat(
@@ -272,18 +273,20 @@ def _ranges(
 ) -> tuple[dict[str, tuple[int, int]], int]:
     if known.keys() != set(keys):
         raise FormatError(
-            f"the legacy torch file lists {len(keys)} storages, its object refers to {len(known)}"
+            f"the legacy torch file lists {len(keys)} storages, but its saved object refers to "
+            f"{len(known)}"
         )
     end = position + sum(8 + storage.nbytes for storage in known.values())
     if end > reader.size:
-        message = f"the last storage ends at byte {end}, the file has {reader.size}"
+        message = f"the last storage ends at byte {end}, but the file has only {reader.size} bytes"
         raise TruncatedError(message, have=reader.size, need=end)
     ranges = {}
     for key in keys:
         numel = int.from_bytes(reader.read(position, 8), "little")
         if numel != known[key].numel:
             raise FormatError(
-                f"the storage {key!r:.80} has {numel} elements, its object says {known[key].numel}"
+                f"the storage {key!r:.80} has {numel} elements, but the saved object says "
+                f"{known[key].numel}"
             )
         ranges[key] = (position + 8, known[key].nbytes)
         position += 8 + known[key].nbytes
@@ -400,13 +403,13 @@ class TorchFile(Brief, Struct, frozen=True):
                 torch_zip.read_record(reader, self.container.pickle)[: self.tree.end]
                 != self.tree.data
             ):
-                raise FormatError("data.pkl is not what it was when the file was read")
+                raise FormatError("data.pkl has changed since the file was read")
             return torch_zip.append_edit(self.container, rewrite(self.tree, new_names))
         if isinstance(self.container, LegacyFile):
             if reader.read(self.container.offset, self.tree.end) != self.tree.data:
-                raise FormatError("the pickle is not what it was when the file was read")
+                raise FormatError("the pickle has changed since the file was read")
             return patch(self.container, rewrite(self.tree, new_names))
-        raise UnsupportedFormat("a plain pickle is not edited, only what torch.save wrote")
+        raise UnsupportedFormat("a plain pickle is never edited, only files that torch.save wrote")
 
 
 def read_torch_file(reader: FileReader) -> TorchFile:
@@ -425,7 +428,7 @@ def _read(reader: FileReader) -> TorchFile:
     if head == b"PK\3\4":
         return _read_zip(reader)
     if is_tar(reader):
-        raise UnsupportedFormat("a tar archive, as torch.save wrote before 0.4")
+        raise UnsupportedFormat("a tar archive, which torch.save wrote before 0.4")
     if head[:1] != b"\x80":
         raise FormatError("neither a zip archive nor a pickle")
     first = read_pickle(reader, 0)
@@ -515,9 +518,7 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
     root = archive.root.lower()
     record = records.get(f"{root}/.data/version") or records.get(f"{root}/version")
     if record is None:
-        raise FormatError(
-            "the zip archive has no record 'version', without which torch.load refuses it"
-        )
+        raise FormatError("the zip archive has no record 'version', so torch.load refuses it")
     text = torch_zip.read_record(reader, record)
     version = _VERSION.match(text)
     if version is None or int(version[1]) not in _VERSIONS:
@@ -542,7 +543,7 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
 def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
-        raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
+        raise UnsupportedFormat("a TorchScript archive, which contains code as well as state")
     _ensure_loadable(reader, archive)
     outside = [one.name for one in archive.records if not one.name.startswith(f"{archive.root}/")]
     if outside:  # PyTorchStreamReader::getAllRecords
@@ -559,7 +560,7 @@ def _read_zip(reader: FileReader) -> TorchFile:
         if not torch_zip.fails_its_crc(archive.pickle, data):
             raise
     if any(len(node.head) != 5 for node in tree.persistent):
-        raise FormatError("a storage of the torch zip file is named as those of legacy files are")
+        raise FormatError("the torch zip file has a storage id in the format of legacy files")
     if known and archive.big_endian:
         raise UnsupportedFormat("it was written on a big-endian machine")
     records = torch_zip.storage_records(archive)
@@ -569,7 +570,7 @@ def _read_zip(reader: FileReader) -> TorchFile:
         if record is None or record.size != storage.nbytes:  # torch 2.13 refuses a longer one, too
             have = "no record" if record is None else f"a record of {record.size} bytes"
             raise FormatError(
-                f"the storage {key!r:.80} takes {storage.nbytes} bytes and has {have}"
+                f"the storage {key!r:.80} needs {storage.nbytes} bytes but has {have}"
             )
         if record.is_stored:
             ranges[key] = (record.data_offset, storage.nbytes)

@@ -93,14 +93,14 @@ def walk_records(reader: FileReader, lengths: Lengths) -> tuple[list[FoundRecord
         if record.name in names:
             return (
                 found,
-                f"the record {record.name!r:.80} at byte {position} is there a second time",
+                f"the record {record.name!r:.80} appears again at byte {position}",
             )
         if others > _MOST_OTHERS:
             return (
                 found,
                 (
-                    f"there are more than {_MOST_OTHERS} records up to byte {position} that torch "
-                    "does not write"
+                    f"more than {_MOST_OTHERS} records up to byte {position} are of a kind that "
+                    "torch does not write"
                 ),
             )
         names.add(record.name)
@@ -125,11 +125,11 @@ def listed_records(reader: FileReader) -> list[FoundRecord] | None:
         local = _local(reader, entry.header_offset) if entry.header_offset < reader.size else None
         begin, problem = 0, ""
         if local is None or local.name != entry.name:
-            problem = f"there is no local header of {entry.name!r} at byte {entry.header_offset}"
+            problem = f"there is no local header for {entry.name!r} at byte {entry.header_offset}"
         elif entry.method != STORED or local.method != STORED:
             problem = f"the record {entry.name!r} is compressed, which torch.save never does"
         elif local.begin + entry.size > limit:
-            problem = f"the record {entry.name!r} reaches into what begins at byte {limit}"
+            problem = f"the record {entry.name!r} overlaps the data that begins at byte {limit}"
         else:
             begin = local.begin
         found.append(
@@ -152,12 +152,12 @@ def _record(
         if length is None:
             length = local.packed
         elif length != local.packed != U32:
-            problem = f"the record {name!r} has {local.packed} bytes, {length} are expected"
+            problem = f"the record {name!r} has {local.packed} bytes (expected {length})"
         return FoundRecord(name, offset, begin, length, local.crc, problem), begin + length
     if length is None:
         length = _length_by_descriptor(reader, begin)
         if length is None:
-            problem = f"the end of the record {name!r} at byte {offset} is not found"
+            problem = f"the end of the record {name!r} at byte {offset} was not found"
             return FoundRecord(name, offset, begin, 0, problem=problem), None
     return _described(reader, FoundRecord(name, offset, begin, length))
 
@@ -173,7 +173,7 @@ def _described(reader: FileReader, record: FoundRecord) -> tuple[FoundRecord, in
                 return record._replace(crc=crc), end + layout.size
     if len(data) < _NARROW.size or (data.startswith(b"PK\7\x08") and len(data) < _WIDE.size):
         return record, None  # cut in the descriptor: the data before it is complete
-    problem = f"the data of {record.name!r} is not followed by its descriptor, at byte {end}"
+    problem = f"the data descriptor of {record.name!r} is missing at byte {end}"
     for layout in (_NARROW, _WIDE):
         if _local(reader, end + layout.size) is not None:
             return record._replace(problem=problem), end + layout.size
@@ -220,10 +220,10 @@ def _why_none(reader: FileReader, position: int) -> str:
     """Return why there is no local header at an offset."""
     head = reader.read(position, min(4, reader.size - position)) if position < reader.size else b""
     if head == b"PK\1\2":
-        return f"the directory begins at byte {position}"
+        return f"the zip directory begins at byte {position}"
     if len(head) < 4 or head == b"PK\3\4":
         return f"the file ends at byte {reader.size}"
-    return f"there is no record at byte {position}, where the next should begin"
+    return f"there is no record at byte {position}, where the next one should begin"
 
 
 class StorageLocation(NamedTuple):
@@ -263,7 +263,7 @@ def read_partial(reader: FileReader) -> PartialTorchFile:
         if head == b"PK\3\4":
             return _zip(reader)
         if head[:1] != b"\x80":
-            raise FormatError("neither a zip archive nor a pickle begins here")
+            raise FormatError("neither a zip archive nor a pickle")
         first = read_pickle(reader, 0)
         if not is_legacy(first):
             raise FormatError("a plain pickle holds no tensors")
@@ -281,14 +281,14 @@ def _zip(reader: FileReader) -> PartialTorchFile:
         pickles.find(records)
     if pickles.tree is None or pickles.record is None:
         raise FormatError(
-            "its first record is not data.pkl, which holds the names "
-            f"({reason or 'by its directory'})"
+            "no intact data.pkl was found, so the tensors have no names "
+            f"({reason or 'according to the zip directory'})"
         )
     root = pickles.root
     by_name: dict[str, FoundRecord] = {}
     for record in records:
         if by_name.setdefault(record.name, record) is not record:
-            raise FormatError(f"the zip archive has two records of the name {record.name!r}")
+            raise FormatError(f"the zip archive has two records named {record.name!r}")
     _check_kind(reader, root, by_name)
     places = {}
     for key, storage in pickles.known.items():
@@ -297,7 +297,7 @@ def _zip(reader: FileReader) -> PartialTorchFile:
             have = max(0, min(storage.nbytes, found.length, reader.size - found.begin))
             problem = found.problem
             if not problem and found.length != storage.nbytes:
-                problem = f"its record has {found.length} bytes, its object says {storage.nbytes}"
+                problem = f"its record has {found.length} bytes (expected {storage.nbytes})"
             places[key] = StorageLocation(
                 found.begin, 0 if not found.begin else have, found.crc, problem
             )
@@ -308,7 +308,7 @@ def _zip(reader: FileReader) -> PartialTorchFile:
         storages=pickles.known,
         places=places,
         reason=reason,
-        names_problem="the names (data.pkl) do not have their recorded CRC-32" if wrong else "",
+        names_problem="CRC-32 mismatch in data.pkl, which names the tensors" if wrong else "",
     )
 
 
@@ -354,7 +354,7 @@ class _Pickles:
 def _check_kind(reader: FileReader, root: str, records: Mapping[str, FoundRecord]) -> None:
     """Raise UnsupportedFormat for archives that are never read."""
     if f"{root}/constants.pkl" in records:
-        raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
+        raise UnsupportedFormat("a TorchScript archive, which contains code as well as state")
     order = records.get(f"{root}/byteorder")
     is_there = order is not None and order.begin and order.begin + 3 <= reader.size
     if (
@@ -370,7 +370,9 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
     tree, _, keys, position, _ = read_pickles(reader, first)
     known = storages(tree)
     if known.keys() != set(keys):
-        raise FormatError(f"the file lists {len(keys)} storages, its object refers to {len(known)}")
+        raise FormatError(
+            f"the file lists {len(keys)} storages, but its saved object refers to {len(known)}"
+        )
     places = {}
     for key in keys:
         storage = known[key]
@@ -380,7 +382,8 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
         problem = ""
         if numel != storage.numel:
             problem = (
-                f"it begins with a length of {numel} elements, its object says {storage.numel}"
+                f"it begins with a length of {numel} elements, but the saved object says "
+                f"{storage.numel}"
             )
         begin = position + 8
         places[key] = StorageLocation(

@@ -125,8 +125,8 @@ def state_dicts(
                 any_tensor = any_tensor or is_tensor(value)
         if long_name is not None and any(is_tensor(value) for _, value in pairs(node)):
             raise UnsupportedFormat(
-                f"a state dict has a name of {len(long_name.head)} bytes, at most {MAX_TEXT} are "
-                "read"
+                f"a state dict has a key of {len(long_name.head)} bytes, over the limit of "
+                f"{MAX_TEXT}"
             )
         if tensors or any_tensor:
             found.append(PickledStateDict(path, tuple(tensors), tuple(opaque)))

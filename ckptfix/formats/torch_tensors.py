@@ -121,7 +121,7 @@ def _ensure_not_set(tree: PickleTree) -> None:
         if not tree.leftover and not any(map(_sets_numbers, every_node(tree.root))):
             return
     raise FormatError(
-        "the pickle gives a tensor other numbers than those of its storage after it was made"
+        "the pickle makes a tensor from its storage and then replaces the tensor's numbers"
     )
 
 
@@ -178,7 +178,7 @@ def read_storage(node: Node) -> tuple[str, PickledStorage]:
             # torch names the record of a zip file after the key, whatever its type.
             node.head = (*pid[:2], Text(str(key), 0, 0), *pid[3:])
             return read_storage(node)
-    raise FormatError("the pickle holds a persistent id that is not a storage of torch's")
+    raise FormatError("the pickle has a persistent id that is not a torch storage")
 
 
 def is_tensor(value: object) -> bool:
@@ -208,8 +208,8 @@ _KINDS = {
     "_rebuild_sparse_csr_tensor": SPARSE,
     "_rebuild_nested_tensor": "a nested tensor",
     META_TENSOR[1]: "a tensor on the meta device, which has no data",
-    "_rebuild_device_tensor_from_numpy": "a tensor of a device that has no storages",
-    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that has no storages",
+    "_rebuild_device_tensor_from_numpy": "a tensor on a device without storages",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor on a device without storages",
 }
 
 
@@ -232,7 +232,7 @@ def kind_of_tensor(node: Node) -> str:
         cls = next(
             (one.head[1] for one in args[:2] if type(one) is Node and one.kind is Kind.GLOBAL), ""
         )
-        return f"a tensor of the class {cls}" if cls else "a tensor of a class of its own"
+        return f"a tensor of class {cls}" if cls else "a tensor of an unknown class"
     if name == "_rebuild_tensor_v3" and len(args) > 6 and _dtype(args[6]) is None:
         dtype = args[6].head[1] if type(args[6]) is Node and args[6].kind is Kind.GLOBAL else ""
         return f"a tensor of torch.{dtype}" if dtype else "a tensor of an unknown dtype"
@@ -242,7 +242,7 @@ def kind_of_tensor(node: Node) -> str:
         and len(args) > plain
         and _is_lazy(args[plain])
     ):
-        return "a conjugated or negated tensor, whose bytes are not its numbers"
+        return "a conjugated or negated tensor, whose bytes differ from its values"
     return f"a tensor of an unknown kind ({name})" if name else "a tensor of an unknown kind"
 
 

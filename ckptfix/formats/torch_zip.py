@@ -140,13 +140,13 @@ def read_end(reader: FileReader) -> EndRecords:
             )
         disk, first_disk, here, count, size, offset = _read_end64(reader, limit, position, narrow)
     elif U32 in (size, offset) or count == U16:
-        raise FormatError("the zip archive needs ZIP64 end records and has none")
+        raise FormatError("the zip archive needs ZIP64 end records but has none")
     if disk or first_disk or here != count:
         raise FormatError("the zip archive claims to be one of several volumes")
     if offset + size > limit or count * ENTRY.size > size or size > MAX_DIRECTORY:
         raise FormatError(
-            f"the zip directory is said to have {count} entries in {size} bytes from byte "
-            f"{offset}; its end record is at byte {limit}"
+            f"the zip directory cannot have {count} entries in {size} bytes from byte {offset}; "
+            f"its end record is at byte {limit}"
         )
     return EndRecords(count, size, offset, end, comment)
 
@@ -180,10 +180,10 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
             "interrupted"
         )
     elif reader.size <= _MAX_JUNK:
-        cause = f": the file was cut at byte {reader.size} or before"
+        cause = f": the file was cut off at byte {reader.size} or earlier"
     else:
         cause = (
-            f" in its last 16 MiB: it was cut, at byte {reader.size} at the latest, or more "
+            f" in its last 16 MiB: it was cut off at byte {reader.size} or earlier, or other data "
             "follows its end"
         )
     raise TruncatedError(f"the zip archive has no end record{cause}", have=reader.size)
@@ -223,7 +223,7 @@ def _end_before_junk(reader: FileReader) -> int | None:
 
 def _check_end(reader: FileReader, end: int) -> None:
     if end > reader.size:
-        message = f"the zip archive ends at byte {end}, the file has {reader.size}"
+        message = f"the zip archive ends at byte {end}, but the file has only {reader.size} bytes"
         raise TruncatedError(message, have=reader.size, need=end)
 
 
@@ -234,9 +234,7 @@ def _read_end64(
     where it has any.
     """
     if offset + END64.size > before:
-        raise FormatError(
-            f"the ZIP64 end record is said to be at byte {offset}, behind its locator"
-        )
+        raise FormatError(f"the ZIP64 end record cannot be at byte {offset}, after its locator")
     signature, size, _, _, *wide = END64.unpack(reader.read(offset, END64.size))
     if signature != b"PK\6\6":
         raise FormatError(f"there is no ZIP64 end record at byte {offset}")
@@ -257,7 +255,7 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
     unpack, head = ENTRY.unpack_from, ENTRY.size
     for _ in range(count):
         if position + head > total:
-            raise FormatError(f"the zip directory ends inside the entry at byte {position} of it")
+            raise FormatError(f"the zip directory ends inside its entry at byte {position}")
         (
             signature, _, _, flags, method, _, _, crc, packed, size,
             name_length, extra_length, comment_length, disk, _, attributes, offset,
@@ -265,12 +263,12 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
         name_end = position + head + name_length
         following = name_end + extra_length + comment_length
         if signature != b"PK\1\2" or following > total:
-            raise FormatError(f"the zip directory is broken at byte {position} of it")
+            raise FormatError(f"the zip directory is broken at its byte {position}")
         name = _checked_name(directory[position + head : name_end])
         if flags & _UNREADABLE or method not in (STORED, DEFLATED):
             raise BeyondLimits(
                 f"torch.load refuses the zip record {name!r}: it is encrypted or a patch (flags "
-                f"{flags:#x}), or packed by method {method}"
+                f"{flags:#x}), or compressed with method {method}"
             )
         if disk > 1:  # miniz takes 1 for the only volume, too
             raise FormatError(
@@ -285,7 +283,7 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
                 name, directory[name_end : name_end + extra_length], size, packed, offset
             )
         if packed != size and (method == STORED or not packed):
-            raise FormatError(f"the zip record {name!r} has {size} bytes, stored in {packed}")
+            raise FormatError(f"the zip record {name!r} has {size} bytes, but {packed} are stored")
         yield _as_record((name, method, crc, offset, 0, packed, size, position))
         position = following
     if position != total:
@@ -304,7 +302,7 @@ def _checked_name(raw: bytes) -> str:
         or raw[0] == 0x2F
         or (".." in name and ".." in name.split("/"))
     ):
-        raise FormatError(f"the zip record name {name!r} could leave its folder")
+        raise FormatError(f"the zip record name {name!r} could point outside its folder")
     return name
 
 
@@ -351,7 +349,8 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
         need = head + len(raw_name)
         if offset + need > following:
             raise FormatError(
-                f"the zip record {name!r} at byte {offset} overlaps what begins at byte {following}"
+                f"the zip record {name!r} at byte {offset} overlaps the data that begins at byte "
+                f"{following}"
             )
         if is_spared and method == STORED and following - offset > _NEAR:
             data = _by_the_directory(offset + need, packed, following)
@@ -383,7 +382,7 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
         data = offset + need + extra_length
         if data + packed > following:
             raise FormatError(
-                f"the zip record {name!r} ends at byte {data + packed}, the next begins at "
+                f"the zip record {name!r} ends at byte {data + packed}, but the next one begins at "
                 f"{following}"
             )
         located[index] = _as_record((name, method, crc, offset, data, packed, size, entry))
@@ -475,7 +474,7 @@ def read_zip(reader: FileReader) -> TorchZip:
     pickle = _record(by_name, f"{root}/data.pkl")
     if not slash or pickle is None:
         raise FormatError(
-            f"a zip archive, but none of torch.save: no data.pkl next to {records[0].name!r}"
+            f"a zip archive, but not from torch.save: no data.pkl next to {records[0].name!r}"
         )
     byteorder = _record(by_name, f"{root}/byteorder")
     order = b"little" if byteorder is None else read_record(reader, byteorder)
@@ -502,10 +501,9 @@ def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     """
     most = MAX_PICKLE if record.is_stored else MAX_UNPACKED
     if max(record.size, record.packed) > most:
-        kind = "" if record.is_stored else "packed "
-        raise BeyondLimits(
-            f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read"
-        )
+        kind = "" if record.is_stored else "compressed record "
+        size = max(record.size, record.packed)
+        raise BeyondLimits(f"the {kind}{record.name!r} has {size} bytes, over the limit of {most}")
     raw = reader.read(record.data_offset, record.packed)
     if record.is_stored:
         return raw
@@ -530,8 +528,7 @@ def _by_folded_name(records: tuple[ZipRecord, ...]) -> dict[str, ZipRecord]:
     found = dict(zip(map(fold, names), records, strict=True))
     if len(found) != len(records):
         raise FormatError(
-            "the zip archive has two records of one name: the second is under a name used before, "
-            "and torch does not tell upper case from lower"
+            "the zip archive has two records of the same name (torch ignores case in names)"
         )
     return found
 
@@ -540,7 +537,7 @@ def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord | None:
     record = records.get(_folded(name))
     if record is not None and record.name != name:
         raise FormatError(
-            f"the zip record {record.name!r} differs only in case from {name!r}, which torch reads"
+            f"the zip record {record.name!r} differs only in case from {name!r}, so torch reads it"
         )
     return record
 

@@ -60,7 +60,7 @@ from ckptfix.repairs.steps import (
     Unplanned,
     WriteIndex,
 )
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 Maps = Mapping[ScopeKey, KeyMap]
 
@@ -100,7 +100,7 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
     plan_moves(draft, dropped)
     if policy.adapter and not any(isinstance(finding, DeadAdapter) for finding in draft.findings):
         path = PurePosixPath("adapter_model.safetensors")
-        draft.stay(DeadAdapter.code, (path,), f"no key has the adapter's name {policy.adapter!r}")
+        draft.stay(DeadAdapter.code, (path,), f"no key has the adapter name {policy.adapter!r}")
     _hint_at_options(draft)
     return Plan(
         folder=diagnosis.folder,
@@ -119,7 +119,7 @@ def _hint_at_options(draft: Draft) -> None:
     for code in sorted(draft.policy.only - done):
         paths = [finding.path for finding in draft.findings if finding.code == code]
         if paths and CODES[code].action is Action.ASK:
-            draft.stay(code, paths, f"it needs {CODES[code].option}, too")
+            draft.stay(code, paths, f"it also needs {CODES[code].option}")
 
 
 def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
@@ -136,7 +136,7 @@ def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
             str(file) for file in state.files.keys() - {*state.named, state.metadata_path}
         )
         if others:
-            return f"it also holds {list_names(others)}, which its .metadata does not name"
+            return f"it also holds {list_names(others)}, which its .metadata does not list"
     behind = [member for member in _family(draft, path) if member != path]
     return (
         _own_journal(draft, (path, *behind))
@@ -171,8 +171,8 @@ def _own_journal(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
         state = draft.states.get(path)
         if state is not None and state.journals:
             return (
-                f"{path} was repaired alone and has a journal of its own: undo that, or delete "
-                f"{path}/.ckptfix"
+                f"{path} was repaired separately and has its own journal: undo that repair, or "
+                f"delete {path}/.ckptfix"
             )
     return None
 
@@ -181,7 +181,7 @@ def _linked(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
     for path in paths:
         state = draft.states.get(path)
         if state is not None and state.is_linked:
-            return f"{path} would have to move, and is a symbolic link to a folder"
+            return f"{path} would have to move, but it is a symbolic link to a folder"
     return None
 
 
@@ -196,7 +196,7 @@ def _needed(
         if dropped is not None and (link == dropped or dropped in link.parents):
             continue  # dropped, too
         if needed := sorted(places & gone):
-            return f"{link} is a symbolic link to {needed[0]}, which would no longer be there"
+            return f"the symbolic link {link} would break, because it points to {needed[0]}"
     return None
 
 
@@ -214,7 +214,7 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
         elif objection := drop_objection(draft, finding.path):
             draft.stay(finding.code, (finding.path,), objection)
         elif str(finding.path) in listed:
-            draft.stay(finding.code, (finding.path,), f"{listed[str(finding.path)]} names it")
+            draft.stay(finding.code, (finding.path,), f"{listed[str(finding.path)]} lists it")
         else:
             _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
             dropped.add(finding.path)
@@ -249,13 +249,13 @@ def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath
             certain.append(finding)
     for role, first in undecided.items():
         paths = [finding.path for finding in identical if finding.role is role]
-        option = f"--keep {role.value}=N"
-        draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
+        option = f"--keep {role.value}=N, where N is the number in the script"
+        draft.stay(first.code, paths, f"{first.order}; use {option}")
     objection = next(
         filter(None, (drop_objection(draft, finding.path) for finding in certain)), None
     )
     if draft.counted or not dropped.issuperset(draft.doubles):
-        objection = "a model that was saved with it twice stays"
+        objection = "a duplicate model from the same save is kept"
     if certain and objection is not None:
         draft.stay(certain[0].code, [finding.path for finding in certain], objection)
         return set()
@@ -293,15 +293,16 @@ def _surplus(
     if surplus == 0 or not position.keys().isdisjoint(draft.counted) or not _is_wanted(draft, role):
         return []
     if surplus < 0:
-        reason = f"{want} {role.value} asked for, the folder has {left}"
+        reason = f"{want} {role.value} requested, but the folder has {left}"
     elif surplus > len(copies):
         reason = (
-            f"{want} {role.value} asked for, the folder has {left}, and {len(copies)} equal another"
+            f"{want} {role.value} requested, but the folder has {left} with "
+            f"{count_of(len(copies), 'removable duplicate')}"
         )
     elif surplus == len(copies) or _is_one_run(copies, position, dropped):
         return copies[len(copies) - surplus :]
     else:
-        reason = f"{surplus} of {len(copies)} copies would have to go: which is not clear"
+        reason = f"it is unclear which {surplus} of {len(copies)} copies to delete"
     draft.stay(_code(role), (entries[-1].path,), reason)
     return []
 
@@ -375,9 +376,11 @@ def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
         files = {path: _files_of_family(groups[path]) for path in others}
         gone = {file for members in files.values() for file in members}
         if kept not in rivals or not others:
-            why: str | None = "no finding names it and another file or index of its model"
+            why: str | None = (
+                "no finding says that its model is also stored in another file or index"
+            )
         elif any(str(path) in draft.policy.families for path in others):
-            why = f"{list_names(sorted(map(str, others)))} is to stay, too"
+            why = f"--keep also names {list_names(sorted(map(str, others)))}"
         else:
             why = _family_objection(draft, groups[kept], gone)
         if why is not None:
@@ -408,12 +411,12 @@ def _family_objection(draft: Draft, kept: ModelFiles, gone: Set[PurePosixPath]) 
         for finding in draft.findings_of(kept.path)
     )
     if kept.is_left_over or kept.missing or is_damaged:
-        return "it is damaged or incomplete, as another finding says"
+        return "it is damaged or incomplete (see the other findings)"
     if shared := sorted(str(path) for path in gone if draft.memberships[path] > 1):
-        return f"two indexes name {shared[0]}"
+        return f"two indexes list {shared[0]}"
     for link, places in draft.links.items():
         if link not in gone and (needed := sorted(places & gone)):
-            return f"{link} is a symbolic link to {needed[0]}, which would no longer be there"
+            return f"the symbolic link {link} would break, because it points to {needed[0]}"
     return None
 
 
@@ -458,8 +461,8 @@ def _two_formats(draft: Draft, role: Role, dropped: frozenset[PurePosixPath]) ->
     if all(first == second for first in numbers.values() for second in numbers.values()):
         return None
     return (
-        "the models are in two formats with different numbers: which of them belong together is "
-        "not clear"
+        "the models are in two formats with different numbers, so it is unclear which of them "
+        "belong together"
     )
 
 
@@ -496,7 +499,8 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
         if renamed and bundles.get(group.members[0].path) in counted:
             # Other keys would change the verdict about the duplicates, and so the plan.
             objection = (
-                "a duplicate with the same keys stays, as the number of models asked for counts it"
+                "a duplicate with the same keys is kept, because the requested number of models "
+                "includes it"
             )
         if objection is not None:
             draft.stay(
@@ -576,11 +580,11 @@ def _map_for_loader(draft: Draft, group: ModelFiles) -> KeyMap | None:
         return None
     is_of_adapter = isinstance(finding, DeadAdapter)
     if is_of_adapter and policy.adapter and policy.adapter not in finding.names:
-        names = f"; it has {list_names(finding.names)}" if finding.names else ""
+        names = f"; the file has {list_names(finding.names)}" if finding.names else ""
         draft.stay(
             finding.code,
             (finding.path,),
-            f"no key has the adapter's name {policy.adapter!r}{names}",
+            f"no key has the adapter name {policy.adapter!r}{names}",
         )
         return None
     if not (
@@ -592,7 +596,7 @@ def _map_for_loader(draft: Draft, group: ModelFiles) -> KeyMap | None:
         draft.stay(
             finding.code,
             (finding.path,),
-            f"it has the adapters {names}; choose one with --adapter NAME",
+            f"the file has the adapters {names}; choose one with --adapter NAME",
         )
         return None
     return finding.key_map(policy.adapter or next(iter(finding.names), ""))
@@ -624,21 +628,20 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if draft.folder.only is not None and first.name.shard is not None:
         return "it is one shard of a model: repair the folder"
     if _is_one_of_several(draft, first) and draft.policy.keys is Keys.AUTO:
-        return (
-            "the other models of the checkpoint show whether its keys are right: repair the folder"
-        )
+        return "the checkpoint's other models are needed to judge its keys: repair the folder"
     if first.path in draft.doubles:
-        return f"it is a duplicate of {draft.doubles[first.path]}; repair that first"
+        return f"it is a duplicate of {draft.doubles[first.path]}; remove the duplicate first"
     if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
-        return f"two indexes name {shared[0]}"
+        return f"two indexes list {shared[0]}"
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
         return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if flat := [member.path for member in group.members if is_flat(member)]:
         return (
-            f"{flat[0]} has keys of FSDP's flattened parameters, whose contents only the run knows"
+            f"{flat[0]} has keys of FSDP's flattened parameters, which only the run itself can "
+            "resolve"
         )
     if not group.is_whole:
-        return "a shard is missing or unreadable, its keys could show otherwise"
+        return "a shard is missing or unreadable, and its keys might contradict the rename"
     for finding in draft.all_findings:
         if isinstance(finding, UndecidedIndex) or finding.path != group.index_path:
             continue  # without an index no loader finds the shards, whatever their keys are
@@ -670,8 +673,8 @@ def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
         return f"a key would become {METADATA_KEY!r}"
     if key_map.inner and common_wrappers(renamed) != key_map.insert:
         return (
-            "without its inner wrappers every key would begin with a wrapper again: it is unclear "
-            "which are real"
+            "without the inner wrappers, every key would still start with a wrapper, so it is "
+            "unclear which wrappers are real"
         )
     return None
 

@@ -197,19 +197,25 @@ def objections(
 def _of_folder(draft: Draft, state: DcpFolder) -> Iterator[str]:
     where = state.metadata_path
     if state.path in draft.doubles:
-        yield f"{state.path} is a duplicate of {draft.doubles[state.path]}; repair that first"
+        yield (
+            f"{state.path} is a duplicate of {draft.doubles[state.path]}; remove the duplicate "
+            "first"
+        )
     if state.is_linked:
         yield f"{state.path} is a symbolic link to a folder: repair that folder"
     if state.siblings:
         parent = draft.folder.root.resolve().parent
         yield (
-            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, "
-            f"whose keys would no longer fit: {command('repair', parent)}"
+            f"it is part of the checkpoint {parent}, and the keys of "
+            f"{list_names(state.siblings)} would no longer match: {command('repair', parent)}"
         )
     if unsafe := sorted(draft.unsafe.intersection(state.files)):
         yield f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if is_flat(state):
-        yield f"{where} has keys of FSDP's flattened parameters, whose contents only the run knows"
+        yield (
+            f"{where} has keys of FSDP's flattened parameters, which only the run itself can "
+            "resolve"
+        )
 
 
 def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -221,11 +227,13 @@ def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
             yield f"{first!r} and {second!r} would both become {new!r}"
         if key_map.inner and common_wrappers(map(key_map, scope.names)) != key_map.insert:
             yield (
-                "without its inner wrappers every key would begin with a wrapper again: it is "
-                "unclear which are real"
+                "without the inner wrappers, every key would still start with a wrapper, so it "
+                "is unclear which wrappers are real"
             )
         if scope.is_model and (keys := _keys_beside(state, scope, key_map)):
-            yield f"keys of something else are between the keys of the model: {list_names(keys)}"
+            yield (
+                f"keys that do not belong to the model would be renamed with it: {list_names(keys)}"
+            )
 
 
 def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -238,8 +246,8 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         new = _mapped(scope, maps)
         if scope.kind != STATE_DICT and new != list(scope.names) and all(map(str.isdecimal, new)):
             yield (
-                f"{new[0]!r:.200} in {scope} of {state.metadata_path} would be taken for a number, "
-                "as an optimizer gives them for keys"
+                f"{new[0]!r:.200} in {scope} of {state.metadata_path} would look like the "
+                "parameter number of an optimizer"
             )
             return
     listed = state.listed.keys()
@@ -252,8 +260,8 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
     ):
         where = "".join(f"[{step!r}]" for step in min(renamed_optimizers, key=repr))
         yield (
-            f"with other keys {where or 'all'} of {state.metadata_path} would be taken for another "
-            "kind of state"
+            f"after the rename, {where or 'all'} of {state.metadata_path} would look like "
+            "another kind of state"
         )
         return
     have = {
@@ -266,9 +274,9 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
             lost = sorted(set(old) ^ set(again)) or old or again or [str(place[0])]
             where = str(scopes.get(place, "")) or "the model"
             yield (
-                f"{lost[0]!r:.200} would no longer be taken for a key of {where} of "
-                f"{state.metadata_path}: next to the other keys it looks like one of an "
-                "optimizer, or of a model"
+                f"{lost[0]!r:.200} would no longer be recognized as a key of {where} of "
+                f"{state.metadata_path}: next to the other keys it looks like a key of an "
+                "optimizer or of a model"
             )
             return
 
@@ -296,9 +304,9 @@ def _unproven(
             key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
             if key_map is None or scope.chain:
                 continue
-            words = f"nothing shows that {scope} of {state.metadata_path} holds keys of parameters"
+            words = f"nothing shows that {scope} of {state.metadata_path} holds parameter keys"
             if scope.kind == STATE_DICT and not {STATE_KEY, GROUPS_KEY}.isdisjoint(scope.path):
-                yield f"{words}: it is below a key of an optimizer, and they have no wrapper"
+                yield f"{words}: it is inside an optimizer, and the keys have no wrapper"
             elif scope.kind != STATE_DICT and known:
                 stray = next(
                     (name for name in scope.names if without_private_wrappers(name) not in known),
@@ -327,11 +335,11 @@ def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[s
 def _unread(state: DcpFolder) -> Iterator[str]:
     where = state.metadata_path
     if state.problem is not None:
-        yield f"{where} cannot be read, so its keys would stay: {state.problem.message}"
+        yield f"{where} cannot be read, so its keys would not be renamed: {state.problem.message}"
     elif state.metadata is None:
-        yield f"{where} is missing, so the keys in {state.path} would stay"
+        yield f"{where} is missing, so the keys in {state.path} would not be renamed"
     for fqn, why in state.unread.items():
-        yield f"{fqn!r:.200} of {where} may contain old keys, and cannot be read: {why}"
+        yield f"{fqn!r:.200} of {where} may contain old keys, but cannot be read: {why}"
 
 
 def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -345,20 +353,20 @@ def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         lead = maps.get((first.path, first.kind)) if first is not None else None
         if key_map is None or (scope is first and scope.is_model):
             continue
-        words = f"{state.metadata_path} holds several state dicts, {scope} among them"
+        words = f"{state.metadata_path} holds several state dicts, including {scope}"
         if len(dicts) == 1:
             words = f"{scope} of {state.metadata_path}"
         if not scope.chain:
-            yield f"{words}: its keys have no wrapper, so nothing shows that it is a model"
+            yield f"{words}: nothing shows that this is a model, because its keys have no wrapper"
         elif lead is None:
             yield (
-                f"{words}, and {first} would stay as it is: whether the two were wrapped alike is "
-                "not clear"
+                f"{words}, but {first} would not be renamed: it is unclear whether both had the "
+                "same wrappers"
             )
         elif lead.insert != key_map.insert:
             yield (
-                f"{words}, and {first} would get other wrappers: which of them are real is not "
-                "clear"
+                f"{words}, but {first} would get other wrappers: it is unclear which wrappers "
+                "are real"
             )
 
 
@@ -382,8 +390,8 @@ def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps
             new <= frozenset(_renamed(owner, model, maps)) for owner, model in own
         ):
             yield (
-                f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is "
-                "not clear"
+                f"it is unclear whether {scope} of {state.metadata_path} belongs to {own[0][1]} "
+                f"or to {own[1][1]}"
             )
 
 
@@ -451,8 +459,8 @@ def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
                 _renamed(optimizer, scope, maps)
             ):
                 yield (
-                    f"the keys in {scope} of {optimizer.metadata_path} would no longer be those of "
-                    f"{state.metadata_path}"
+                    f"the keys in {scope} of {optimizer.metadata_path} would no longer match "
+                    f"those of {state.metadata_path}"
                 )
 
 

@@ -37,6 +37,7 @@ from ckptfix.repairs.steps import (
 )
 from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import Absent, Range
+from ckptfix.wording import count_of
 
 PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
 """(path, kind) of a place of keys -> its key map."""
@@ -135,18 +136,14 @@ def _prove_tensors(
             continue
         new = found.get(moved.get(component.path, component.path))
         if new is None or new.problem is not None:
-            why = (
-                new.problem.message
-                if new is not None and new.problem is not None
-                else "it is not there"
-            )
+            why = new.problem.message if new is not None and new.problem is not None else "missing"
             raise OperationError(f"{component.path} after the repair: {why}")
         _prove_component(component, new, maps.get(component.path, {}), spans.get(component.path))
     expected = {moved.get(component.path, component.path) for component in before.components} - {
         path for path in dropped if path not in moved.values()
     }
     if gone := sorted(str(path) for path in expected - found.keys()):
-        raise OperationError(f"after the repair these files are missing: {', '.join(gone)}")
+        raise OperationError(f"files missing after the repair: {', '.join(gone)}")
 
 
 def _prove_component(
@@ -158,7 +155,8 @@ def _prove_component(
     _prove_names(old, new, maps)
     if len(old.tensors) != len(new.tensors):
         raise OperationError(
-            f"{old.path} had {len(old.tensors)} tensors, after the repair {len(new.tensors)}"
+            f"{old.path}: {count_of(len(new.tensors), 'tensor')} after the repair (expected "
+            f"{len(old.tensors)})"
         )
     for was, now in zip(old.tensors, new.tensors, strict=True):
         if (was.dtype, was.shape) != (now.dtype, now.shape):
@@ -167,18 +165,19 @@ def _prove_component(
             )
         if was.data_offsets is None or now.data_offsets is None:
             if was.data_offsets != now.data_offsets:
-                raise OperationError(f"{old.path}: the bytes of {was.fqn!r} moved out of one range")
+                raise OperationError(f"{old.path}: the byte range of {was.fqn!r} changed")
             continue
         if not _is_same_range(was.data_offsets, now.data_offsets, spans):
             raise OperationError(
-                f"{old.path}: the bytes of {was.fqn!r} are not where the repair left them"
+                f"{old.path}: the bytes of {was.fqn!r} are not at the expected offsets after the "
+                "repair"
             )
 
 
 def _prove_names(old: Component, new: Component, maps: PlaceMaps) -> None:
     """Prove that keys changed by the key map of their place alone, and kept their order."""
     if _places(old.scopes, maps) != _places(new.scopes, {}):
-        raise OperationError(f"{old.path}: the keys after the repair are not those of the plan")
+        raise OperationError(f"{old.path}: the keys after the repair differ from the plan")
 
 
 def _places(
@@ -283,7 +282,7 @@ def _prove_no_new_finding(
             and str(finding.path) in lacking
         )
         if not (is_known or is_of_rename or is_of_index):
-            raise OperationError(f"after the repair there is a new finding: {finding}")
+            raise OperationError(f"the repair caused a new finding: {finding}")
 
 
 def _kind(finding: Finding) -> type:
@@ -315,9 +314,7 @@ def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy:
     ]
     surprises = [step for step in plan.steps if not stays & {*step.before, *_new_index(step)}]
     if doubles or surprises:
-        raise OperationError(
-            f"after the repair there is still something to do: {(doubles or surprises)[0]}"
-        )
+        raise OperationError(f"the repair left something to repair: {(doubles or surprises)[0]}")
 
 
 def _new_index(step: Step) -> Iterable[PurePosixPath]:
@@ -349,7 +346,7 @@ def _prove_dcp_folders(
             continue
         new = found.get(moved.get(state.path, state.path))
         if new is None or new.problem != state.problem:
-            why = "it is not there" if new is None or new.problem is None else new.problem.message
+            why = "missing" if new is None or new.problem is None else new.problem.message
             raise OperationError(f"{state.path} after the repair: {why}")
         own = maps.get(state.metadata_path, {})
         allowed = {state.metadata_path} if own else set()
@@ -361,7 +358,7 @@ def _prove_dcp_folders(
             _prove_items(state, state.metadata, new.metadata, own)
         elif (state.metadata is None) != (new.metadata is None):
             raise OperationError(
-                f"{state.metadata_path} after the repair: it changed without a step"
+                f"{state.metadata_path} changed, but no step of the repair changes it"
             )
     left = {moved.get(state.path, state.path) for state in before if state.path not in dropped}
     if more := sorted(str(path) for path in found.keys() - left):
@@ -385,21 +382,19 @@ def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) ->
             continue
         now = new.files.get(new.path / path.relative_to(old.path))
         if now is None or now.fingerprint != file.fingerprint:
-            what = "is not there" if now is None else "is another file"
+            what = "is missing" if now is None else "is a different file"
             raise OperationError(f"{path} {what} after the repair")
 
 
 def _prove_dcp_names(old: DcpFolder, new: DcpFolder, maps: PlaceMaps) -> None:
     if sorted(_places(old.scopes, maps)) != sorted(_places(new.scopes, {})):
-        raise OperationError(
-            f"{old.metadata_path}: the keys after the repair are not those of the plan"
-        )
+        raise OperationError(f"{old.metadata_path}: the keys after the repair differ from the plan")
     for place, item in old.listed.items():
         listed = new.listed.get(place)
         want = _renamed((name for _, name in item.names), maps.get(place))
         if listed is None or [name for _, name in listed.names] != want:
             raise OperationError(
-                f"{old.metadata_path}: the keys in {item.fqn!r} are not those of the plan"
+                f"{old.metadata_path}: the keys in {item.fqn!r} differ from the plan"
             )
 
 
@@ -408,13 +403,13 @@ def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: Place
     fqns = {path: fqn for fqn, path in paths_of(now).items()}
     names = {fqn: fqns.get(changed.get(fqn, path)) for fqn, path in paths_of(was).items()}
     if len(was.stored) != len(now.stored) or len(names) != len(fqns) or None in names.values():
-        raise OperationError(f"{old.metadata_path}: after the repair it lists other items")
+        raise OperationError(f"{old.metadata_path}: lists different items after the repair")
     tensors = {one.fqn: one for one in now.tensors}
     for one in was.tensors:
         twin = tensors.get(names[one.fqn] or "")
         if twin is None or one[1:-1] != twin[1:-1]:  # all fields but the name and its site
             raise OperationError(
-                f"{old.metadata_path}: {one.fqn!r} is another tensor after the repair"
+                f"{old.metadata_path}: {one.fqn!r} is a different tensor after the repair"
             )
     rewritten = {item.fqn for place, item in old.listed.items() if place in maps}
     for (fqn, offsets), item in was.stored.items():
@@ -422,4 +417,6 @@ def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: Place
         if fqn in rewritten and offsets is None:
             continue  # its names were compared above
         if place is None or item[1:-1] != place[1:-1]:
-            raise OperationError(f"{old.metadata_path}: {fqn!r} lies elsewhere after the repair")
+            raise OperationError(
+                f"{old.metadata_path}: {fqn!r} has a different location after the repair"
+            )

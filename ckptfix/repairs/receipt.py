@@ -96,8 +96,9 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             advice = (
                 *advice,
                 (
-                    "wrong if a script loads the file itself with load_state_dict: it needs the "
-                    "old keys, and with strict=False it says nothing without them"
+                    "this repair is wrong if a script loads the file itself with "
+                    "load_state_dict: the script needs the old keys, and with strict=False it "
+                    "reports no error without them"
                 ),
             )
         # Before a repair the finding says so, and a repaired copy has nothing to undo.
@@ -172,7 +173,9 @@ def plan_lines(
             [f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these"
         )
     for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
-        yield from few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
+        yield from few(
+            [f"  not repaired: {stay}" for stay in same], "files like these", colour="yellow"
+        )
 
 
 def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
@@ -204,7 +207,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         return _before_loading(steps, found)
     if moved and Role.MODEL in dropped:
         # Models are loaded first and in order, so that this comes before a missing file.
-        failure = f"finds another model in {min(moved)[1]}"
+        failure = f"finds the wrong model in {min(moved)[1]}"
     else:
         # Later entries move down, so that the highest numbers are missing. load_state misses the
         # first of these.
@@ -213,15 +216,15 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
             for role in Role
             if role in dropped
         ]
-        failure = f"looks for {series(missing)}, which a repaired folder does not hold"
+        failure = f"looks for {series(missing)}, which a repaired folder does not have"
     drops = [step for step in steps if isinstance(step.action, DropEntry)]
     if _OF_A_SECOND_PREPARE.isdisjoint(code for step in drops for code in step.fixes):
         # The user asked for it: an average, perhaps, that nobody prepared twice.
         return (f"a script that still prepares all of them {failure}, and load_state fails",)
     return (
         (
-            f"the script passed an object to prepare() twice: unchanged, it {failure}, and "
-            "load_state fails"
+            f"the script passed an object to prepare() twice: until that is fixed, it {failure}, "
+            "and load_state fails"
         ),
         (
             "before you resume, prepare each object once, or start the script with: ckptfix run "
@@ -244,12 +247,13 @@ def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[st
         return ()
     assumed = any(isinstance(one, NestedPrefix) and one.assumed for one in found)
     wrong = (
-        "; if a module of the model is itself called 'module', undo this repair" if assumed else ""
+        "; if a module of the model is itself named 'module', undo this repair" if assumed else ""
     )
     return (
         (
-            f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped "
-            f"the model twice: unchanged, it looks for the old keys, and loading fails{wrong}"
+            f"the keys now match {' or '.join(map(fitting, sorted(targets)))}; the script "
+            "wrapped the model twice: until that is fixed, it looks for the old keys, and "
+            f"loading fails{wrong}"
         ),
         (
             "before you resume, wrap the model only that way, or start the script with: ckptfix "

@@ -217,7 +217,10 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
             yield line(f"between this machine and the store: {self.carriage}")
             if self.output is None:
                 copy = f"{command('repair', self.path)} --output URL_OF_A_COPY"
-                yield line(f"names change one after the other; for a checkpoint in use: {copy}")
+                yield line(
+                    "objects are renamed one by one; if the checkpoint is in use, repair a copy: "
+                    f"{copy}"
+                )
 
     def preview(self) -> RepairReceipt:
         """Return the receipt of a dry run."""
@@ -241,8 +244,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         """
         if isinstance(root := self.target.root, StorePath) and root.files.is_closed:
             raise UsageError(
-                f"{self.path}: this plan was executed before, so its objects can be "
-                "others now; next: plan_repair anew"
+                f"{self.path}: this plan was already executed, so the objects may have changed; "
+                "next: call plan_repair again"
             )
         with self.opened or nullcontext():
             if isinstance(self.output, str):
@@ -397,7 +400,7 @@ def _plan(
         diagnosis = diagnose(case)
         if diagnosis.unfinished:
             raise OperationError(
-                f"{target.path}: nothing was changed: a repair reads every file first, and "
+                f"{target.path}: nothing was changed: a repair must read every file first, but "
                 f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: "
                 f"{diagnosis.unfinished[0]}"
             )
@@ -438,9 +441,9 @@ def _ensure_uploaded(target: Target) -> None:
     """
     if (why := cut_upload(target.root)) is not None:
         raise UsageError(
-            f"{target.path}: {why}; nothing was changed; next, with the folder that the save left: "
-            f"ckptfix upload FOLDER {shell_path(target.root)}, or, to recover what is there: "
-            f"{command('salvage', target.root)} NEW_FOLDER"
+            f"{target.path}: {why}; nothing was changed; next, if you still have the folder that "
+            f"the save wrote: ckptfix upload FOLDER {shell_path(target.root)}, or, to recover "
+            f"what is there: {command('salvage', target.root)} NEW_FOLDER"
         )
 
 
@@ -450,17 +453,19 @@ def _check_copy(target: Target, output: Path | str) -> None:
     if isinstance(output, Path):
         if store is not None:
             raise UsageError(
-                f"{output} is not a URL, and a repair of a URL downloads nothing; next: name a "
-                "prefix of the same bucket, or download the checkpoint"
+                f"{output} is a local path, but a repair of a URL downloads nothing; next: "
+                "choose a prefix of the same bucket, or download the checkpoint"
             )
         check_output(target, output)
     elif store is None:
         raise UsageError(
-            f"{output} is a URL, and {target.path} is not; next: repair it, then upload it"
+            f"{output} is a URL, but {target.path} is not; next: repair the checkpoint, then "
+            "upload it"
         )
     elif target.only is not None:
         raise UsageError(
-            f"{target.path} is one object; next: repair it in place, or name its folder"
+            f"{target.path} is a single object, but only a folder can be repaired into a copy; "
+            "next: repair the object in place, or name its folder"
         )
     else:
         from ckptfix.storage.object_copies import check_free, places_of
@@ -515,8 +520,9 @@ def _check_space(root: AnyPath, edits: Sequence[Edit], shares_blocks: bool) -> N
     need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
     if edits and need > free:
         raise OperationError(
-            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are "
-            "free on this disk; nothing was changed; free some, then run it again"
+            f"{root}: the repair needs {human_size(need)} of free space, but only "
+            f"{human_size(free)} is free on this disk; nothing was changed; free some space, "
+            "then run the repair again"
         )
 
 

@@ -83,12 +83,12 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
             )
             if (number := self._applied(plan)) is not None:
                 raise ChangedError(
-                    f"{self.file}: the plan is already applied: repair {number} of {self.path} did "
-                    f"its {count_of(len(self.steps), 'step')}, and its files are as it left them; "
-                    f"{done} was changed; to undo it: {command('undo', plan.path)}"
+                    f"{self.file}: the plan was already applied: repair {number} of {self.path} "
+                    f"did its {count_of(len(self.steps), 'step')}, and the files have not "
+                    f"changed since; {done} was changed; to undo it: {command('undo', plan.path)}"
                 )
             raise ChangedError(
-                f"{difference}, since {self.file} was written; {done} was changed; next, with the "
+                f"{self.file} is out of date: {difference}; {done} was changed; next, with the "
                 f"options of that plan: {command('repair', plan.path)} --plan-out NEW_FILE"
             )
         return plan
@@ -114,7 +114,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
         root, files = plan.target.root, _files(plan)
         for name in sorted(self.files.keys() | files.keys()):
             if name not in files:
-                yield f"{root / name} is missing or is another kind of file now"
+                yield f"{root / name} is missing or has become another kind of file"
             elif name not in self.files:
                 yield f"{root / name} is new"
             elif self.files[name][0] != files[name][0]:
@@ -123,7 +123,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
                     f"{files[name][0]})"
                 )
             elif self.files[name] != files[name]:
-                yield f"{root / name} was written again (its time changed)"
+                yield f"{root / name} was rewritten (its modification time changed)"
         for mine, now in ((self.steps, _steps(plan)), (self.unplanned, _unplanned(plan))):
             if mine != now:
                 number = next(
@@ -147,7 +147,8 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
         )
     if lies_in(path.resolve(), plan.target.root.resolve()):
         raise UsageError(
-            f"{path} lies inside {plan.target.root}, which it would change; choose another path"
+            f"{path} is inside {plan.target.root}, so writing the plan would change the "
+            "checkpoint; choose another path"
         )
     output = None if plan.output is None else str(plan.output)
     content = to_builtins(
@@ -183,25 +184,24 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
         document = None
     if not isinstance(document, dict) or "plan_version" not in document:
         raise UsageError(
-            f"{path} is not a plan of ckptfix; to write one: ckptfix repair PATH --plan-out FILE"
+            f"{path} is not a ckptfix plan; to write one: ckptfix repair PATH --plan-out FILE"
         )
     if document["plan_version"] != _VERSION:
         raise UsageError(
-            f"{path}: plan_version {document['plan_version']!r} is of another ckptfix (expected "
-            f"{_VERSION}); plan again"
+            f"{path}: plan_version {document['plan_version']!r} belongs to another version of "
+            f"ckptfix (expected {_VERSION}); plan again"
         )
     digest = document.pop("sha256", None)
     if digest != _digest(document):
         raise UsageError(
-            f"{path} was changed after ckptfix wrote it, so it is not the plan that was looked at; "
-            "next: plan again with --plan-out and a new file"
+            f"{path} was changed after ckptfix wrote it, so it is no longer the plan that was "
+            "reviewed; next: plan again with --plan-out and a new file"
         )
     try:
         read = convert(document, _Document)
     except ValidationError:
         raise UsageError(
-            f"{path} is not a plan that ckptfix wrote; next: plan again with --plan-out and a new "
-            "file"
+            f"{path} was not written by ckptfix; next: plan again with --plan-out and a new file"
         ) from None
     return SavedPlan(
         file=path,

@@ -187,7 +187,7 @@ class Unplanned(Serialized, Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         more = f" and {count_of(len(self.others), 'more file')}" if self.others else ""
-        return f"{self.path}{more}: {self.code} stays: {self.reason}"
+        return f"{self.path}{more}: {self.code}: {self.reason}"
 
 
 class Draft:
@@ -243,9 +243,9 @@ class Draft:
         for entries in self.entries(Role.MODEL):
             doubles = [entry.path for entry in entries if entry.path in self.doubles]
             if len(entries) - len(doubles) < want:
-                left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
+                left = f"{len(entries) - len(doubles)} of {len(entries)} would remain"
                 reasons |= dict.fromkeys(
-                    doubles, f"{count_of(want, 'model')} asked for, without duplicates {left}"
+                    doubles, f"{count_of(want, 'model')} requested, but without duplicates {left}"
                 )
         return reasons
 

@@ -233,7 +233,7 @@ class _Writer:
         assert isinstance(content, TorchFile)  # nothing else has names
         if content.trailing and action.path not in self.trims:
             raise UnsupportedFormat(
-                "bytes follow its end; add --allow trailing-bytes to cut them off"
+                "it has trailing bytes; add --allow trailing-bytes to cut them off"
             )
         new_names: dict[int, str] = {}
         for names in name_lists(content.tree):
@@ -319,7 +319,7 @@ class _Writer:
             with open_reader(self.root / path) as reader:
                 if looks_like_safetensors(reader.read(item.offset, 9)):
                     raise UnsupportedFormat(
-                        f"{path} holds safetensors, whose headers contain the old keys, too"
+                        f"{path} contains safetensors, whose headers also have the old keys"
                     )
 
     def _renamed_items(

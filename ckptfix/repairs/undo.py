@@ -50,8 +50,8 @@ class UndoReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         if self.unproven:
             files = list_names(map(str, self.unproven))
             yield line(
-                f"not proven: the content of {files}: the journal of ckptfix 0.4.0 has no digest "
-                "of it"
+                f"not verified: the content of {files}, because the journal of ckptfix 0.4.0 has "
+                "no digests"
             )
         if self.remaining:
             earlier = count_of(self.remaining, "earlier repair")
@@ -86,7 +86,7 @@ def undo(
     wanted = target.only or ""
     if not transactions(target.root):
         below = commands_for(_repaired_below(target.root), "undo") if target.only is None else ""
-        why = f" in this folder itself, but below it; {below}" if below else ""
+        why = f" in this folder, only in folders below it; {below}" if below else ""
         raise UsageError(f"{target.path}: there is no repair to undo{why}")
     with locked(target.root, "undo", break_lock=break_lock) as backend:
         recovered = backend.recover(force=force, progress=progress)
@@ -107,19 +107,19 @@ def undo(
             if not others:
                 raise UsageError(f"{target.path}: there is no repair to undo")
             raise UsageError(
-                f"{target.path}: there is no repair of it to undo; there is one of "
+                f"{target.path}: there is no repair to undo, but there is one of "
                 f"{', '.join(others)}"
             )
         last = done[-1]
         if is_elsewhere(target.root, last):
             where, again = (
-                ("objects of a store before it was downloaded", "URL, then download it again")
+                ("objects in a store before the download", "URL, then download it again")
                 if last.in_store
-                else ("the folder before it was uploaded", "FOLDER, then upload it again")
+                else ("the folder before the upload", "FOLDER, then upload it again")
             )
             raise UsageError(
-                f"{target.path}: repair {last.number} changed {where}, and is undone only there; "
-                f"next: ckptfix undo {again}"
+                f"{target.path}: repair {last.number} changed {where}, and can only be undone "
+                f"there; next: ckptfix undo {again}"
             )
         unproven = engine.undo(
             backend, last.number, force=force, transfer=transfer, progress=progress

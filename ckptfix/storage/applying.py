@@ -99,10 +99,10 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
         case Move():
             note = _note_of(work, edit.source)
             if note.old is None:
-                raise ChangedError(f"{edit.source}: no longer there; {_AGAIN}")
+                raise ChangedError(f"{edit.source}: no longer exists; {_AGAIN}")
             if os.path.lexists(work.at(edit.target)):
                 raise ChangedError(
-                    f"{edit.target}: already there, so {edit.source} cannot take its name"
+                    f"{edit.target}: already exists, so {edit.source} cannot be renamed to it"
                 )
             return note
         case _:
@@ -150,7 +150,7 @@ def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
                 move(moved, target)
             except FileExistsError:
                 raise OperationError(
-                    f"{target}: saved while it was replaced"
+                    f"{target}: saved again while it was being replaced"
                 ) from FileChangedError(target)
         case _:
             assert_never(edit)
@@ -223,17 +223,17 @@ def _prepare_whole_file(work: Workspace, index: int, edit: Replace | Remove) -> 
     if isinstance(edit.previous, Absent):
         if old is not None:
             raise ChangedError(
-                f"{edit.path}: already there, though it should be a new file; {_AGAIN}"
+                f"{edit.path}: already exists (expected no file with this name); {_AGAIN}"
             )
     elif old is None:
-        raise ChangedError(f"{edit.path}: no longer there; {_AGAIN}")
+        raise ChangedError(f"{edit.path}: no longer exists; {_AGAIN}")
     elif isinstance(edit.previous, Recipe) and (old.kind, old.size) != (
         "file",
         edit.previous.size,
     ):
         raise ChangedError(
-            f"{edit.path}: is a {old.kind} of {old.size} bytes, its recipe makes "
-            f"{edit.previous.size}; {_AGAIN}"
+            f"{edit.path}: changed since it was read (expected a file of {edit.previous.size} "
+            f"bytes, found a {old.kind} of {old.size} bytes); {_AGAIN}"
         )
     new = fingerprint(work.new(index)) if isinstance(edit, Replace) else None
     return Note(old=old, metadata=note.metadata, new=new)
@@ -245,7 +245,7 @@ def _note_of(work: Workspace, path: PurePosixPath) -> Note:
     if old is None:
         return Note()
     if old.kind == "folder":
-        raise OperationError(f"{full}: is a folder; only files are edited")
+        raise OperationError(f"{full}: is a folder (expected a file)")
     return Note(old=old, metadata=Metadata.of(os.lstat(full)))
 
 
@@ -258,7 +258,7 @@ def _check_only_name(fd: int, path: PurePosixPath) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         raise OperationError(
-            f"{path}: has {status.st_nlink} names; a change in place would change all of them"
+            f"{path}: has {status.st_nlink} hard links; a change in place would change all of them"
         )
 
 
@@ -266,7 +266,7 @@ def _check_size(fd: int, path: PurePosixPath, expected: int) -> None:
     size = os.fstat(fd).st_size
     if size != expected:
         raise ChangedError(
-            f"{path}: has {size} bytes, it had {expected} when it was read; {_AGAIN}"
+            f"{path}: changed since it was read (expected {expected} bytes, found {size}); {_AGAIN}"
         )
 
 
@@ -295,7 +295,7 @@ def _check_taken(old: Path, path: Path, expected: Fingerprint | None) -> None:
     """
     found = fingerprint(old)
     if found != expected:
-        raise OperationError(f"{path}: saved again while it was taken") from _saved_again(
+        raise OperationError(f"{path}: saved again while it was being moved") from _saved_again(
             path, found, expected
         )
 
@@ -304,7 +304,8 @@ def _saved_again(
     path: Path, found: Fingerprint | None, expected: Fingerprint | None
 ) -> FileChangedError:
     was, now = (
-        f"{f.size} bytes of {moment(f.mtime_ns)}" if f else "nothing" for f in (expected, found)
+        f"{f.size} bytes modified at {moment(f.mtime_ns)}" if f else "nothing"
+        for f in (expected, found)
     )
     return FileChangedError(path, f"expected {was}, found {now}")
 
@@ -434,10 +435,10 @@ def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) 
     current = os.pread(fd, len(edit.old), edit.offset)
     if note.old is None or size != note.old.size:
         raise work.unexplained(
-            path, f"has {size} bytes, {note.old.size if note.old else 0} would be"
+            path, f"has {size} bytes (expected {note.old.size if note.old else 0})"
         )
     if not _is_mixture(current, edit.old, edit.new):
-        raise work.unexplained(path, f"holds other bytes at {edit.offset}")
+        raise work.unexplained(path, f"has unexpected bytes at offset {edit.offset}")
 
     def read(offset: int, length: int) -> bytes:
         data = bytearray(os.pread(fd, length, offset))
@@ -451,9 +452,7 @@ def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) 
 
 def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
     if note.old is None or digest != note.old.sha256:
-        raise work.unexplained(
-            path, "holds other bytes at its ends, besides those that were edited"
-        )
+        raise work.unexplained(path, "has unexpected bytes at its start or end, outside the edit")
 
 
 def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
@@ -478,7 +477,7 @@ def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
 def _check_append(work: Workspace, path: Path, fd: int, edit: Appended, note: Note) -> None:
     size, most = os.fstat(fd).st_size, edit.old_size + edit.length
     if not edit.old_size <= size <= most:
-        raise work.unexplained(path, f"has {size} bytes, {edit.old_size} to {most} would be")
+        raise work.unexplained(path, f"has {size} bytes (expected {edit.old_size} to {most})")
     digest = ends_digest(lambda offset, length: os.pread(fd, length, offset), edit.old_size)
     _check_ends(work, path, note, digest)
 
@@ -489,13 +488,13 @@ def _check_truncate(
     size = os.fstat(fd).st_size
     if not edit.new_size <= size <= edit.old_size:
         raise work.unexplained(
-            path, f"has {size} bytes, {edit.new_size} to {edit.old_size} would be"
+            path, f"has {size} bytes (expected {edit.new_size} to {edit.old_size})"
         )
     if digest_before(fd, edit.new_size) != note.digest:
-        raise work.unexplained(path, f"holds other bytes before byte {edit.new_size}")
+        raise work.unexplained(path, f"has unexpected bytes before byte {edit.new_size}")
     if _digest(tail, edit.old_size - edit.new_size) != note.tail:
         raise JournalError(
-            f"{work.folder}: the end cut off from {path} is damaged, its sha256 is another; "
+            f"{work.folder}: the end that was cut off from {path} is damaged (sha256 mismatch); "
             f"{forget(work.root)}"
         )
 
@@ -539,8 +538,8 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
     if at_source is None:
         if at_target is not None and not at_target.same_content(note.old):
             raise JournalError(
-                f"{source}: its bytes are lost: it was moved to {target}, where a save wrote over "
-                "it; that file was left alone; next: wait until the save has ended, then: "
+                f"{source}: its bytes are lost: it was moved to {target}, and a save overwrote it "
+                "there; that file was left alone; next: wait until the save has ended, then: "
                 f"{command('undo', work.root)}; or {forget(work.root)}"
             )
         if not work.is_the(at_target, note.old):
@@ -549,9 +548,7 @@ def _undo_move(work: Workspace, index: int, edit: Move, note: Note, *, keeps_new
         move(target, source)
     elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
         if not keeps_newer:
-            raise work.unexplained(
-                source, f"exists again, and the file that was moved is now {edit.target}"
-            )
+            raise work.unexplained(source, f"exists again, and the moved file is now {edit.target}")
         os.unlink(target)
     if is_second_name:
         os.unlink(moved)
@@ -690,7 +687,7 @@ def _rebuild(
     try:
         # private until it is verified to be the previous file
         build(replace(previous, mode=0o600, uid=-1, gid=-1), work.root, part, progress=progress)
-        made, why = fingerprint(part), "the files that hold its bytes are no longer what they were"
+        made, why = fingerprint(part), "the files that hold its bytes have changed"
         if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):
             made = None
     except (
@@ -702,7 +699,7 @@ def _rebuild(
         with suppress(FileNotFoundError):
             os.unlink(part)
         raise JournalError(
-            f"{work.root / path}: cannot be rebuilt: {why}; bring them back, or {forget(work.root)}"
+            f"{work.root / path}: cannot be rebuilt: {why}; restore them, or {forget(work.root)}"
         )
     if note.metadata is not None:
         with opened(part, os.O_RDWR) as fd:

@@ -48,8 +48,8 @@ def located(error: OSError, fd: int, missing: int = 0) -> OSError:
     words = error.strerror or str(error)
     if error.errno in DISK_FULL:
         space = os.fstatvfs(fd)
-        needed = f"{human_size(missing)} more were to be written, " if missing else ""
-        words += f": {needed}{human_size(space.f_bavail * space.f_frsize)} are free"
+        needed = f"{human_size(missing)} more needed, " if missing else ""
+        words += f": {needed}{human_size(space.f_bavail * space.f_frsize)} free"
     try:
         return OSError(error.errno, words, os.readlink(f"/proc/self/fd/{fd}"))
     except OSError:  # no Linux

@@ -54,27 +54,29 @@ _ADVICE = {
         f"the store does not accept this credential, or it has expired; {_LOGIN}"
     ),
     "AuthorizationFailure": (
-        "this credential may not do that from here; next: az storage account show --name NAME"
+        "this credential is not allowed to do this from here; next: az storage account show "
+        "--name NAME"
     ),
     "AuthorizationPermissionMismatch": (
-        "this credential may not do that; next: az role assignment list --all"
+        "this credential is not allowed to do this; next: az role assignment list --all"
     ),
     "InvalidAuthenticationInfo": f"the store cannot read this credential; {_LOGIN}",
-    "NoAuthenticationInformation": f"the store wants a credential; {_LOGIN}",
+    "NoAuthenticationInformation": f"the store requires a credential; {_LOGIN}",
     "BlobArchived": "the object is archived; next: az storage blob set-tier --tier Hot",
     "LeaseIdMissing": (
-        "another program holds a lease of this object; next: az storage blob lease break"
+        "another program holds a lease on this object; next: az storage blob lease break"
     ),
     "SnapshotsPresent": (
-        "the object has snapshots, which would go with it; next: az storage blob delete "
-        "--delete-snapshots only, if nobody needs them"
+        "the object has snapshots, which would be deleted with it; next, if nobody needs them: az "
+        "storage blob delete --delete-snapshots only"
     ),
     "InvalidBlobType": "the object is a page or append blob; next: copy it to a block blob",
     "InvalidBlobOrBlock": (
-        "blocks of another upload that was cut short are in the way; next: upload the object anew"
+        "blocks of another, interrupted upload are in the way; next: upload the object again"
     ),
     "BlobImmutableDueToPolicy": (
-        "a policy keeps this object as it is; next: az storage container immutability-policy show"
+        "a policy protects this object from changes; next: az storage container "
+        "immutability-policy show"
     ),
 }
 _SAME = {
@@ -105,9 +107,7 @@ class AzureStore(Store):
             raise StoreError(f"{self.name()}: {_said(error)}; {_LOGIN}") from error
         self._container, _, prefix = kind._strip_protocol(self.url).strip("/").partition("/")
         if not self._container:
-            raise UsageError(
-                f"{self.name()} names no container: expected {scheme}://CONTAINER/PATH"
-            )
+            raise UsageError(f"{self.name()} has no container (expected {scheme}://CONTAINER/PATH)")
         return files, prefix
 
     def removal(self, below: str = "") -> str:

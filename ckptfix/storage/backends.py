@@ -46,8 +46,9 @@ def ensure_in_place(root: AnyPath, verb: str) -> None:
     if verb == "seal" and not transactions(root):
         return
     raise UsageError(
-        f"{root}: {verb} changes no files on the hub; next: hf download the repository into a folder, "
-        f"ckptfix {verb} it there, and hf upload it; the commits on the hub keep what was before"
+        f"{root}: {verb} does not change files on the hub; next: hf download the repository into a "
+        f"folder, run ckptfix {verb} on it, and hf upload it; the commits on the hub keep the "
+        "previous files"
     )
 
 

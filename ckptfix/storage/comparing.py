@@ -414,7 +414,7 @@ def fingerprint(path: AnyPath) -> Fingerprint | None:
         if stat.S_ISDIR(status.st_mode):
             return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is neither a file nor a link nor a folder", str(path))
+            raise OSError(errno.EINVAL, "is not a file, a link or a folder", str(path))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None

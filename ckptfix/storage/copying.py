@@ -116,7 +116,8 @@ def _copy_paced(
         got = os.preadv(source, [buffer[: length - done]], source_offset + done)
         if not got:
             raise ChangedError(
-                f"the source ends at byte {source_offset + done}, {length - done} more are needed"
+                f"the source ends at byte {source_offset + done} (expected {length - done} more "
+                "bytes)"
             )
         write_all(target, buffer[:got], target_offset + done)
         done += got

@@ -131,7 +131,7 @@ def check_edit(edit: "Edit | Record") -> None:
         case _:
             assert_never(edit)
     if not sound:
-        raise OperationError(f"{edit!r}: the numbers of this edit contradict each other")
+        raise OperationError(f"{edit!r}: the numbers of this edit are inconsistent")
 
 
 def _recipes(edit: "Edit | Record") -> Iterator[Recipe]:
@@ -197,7 +197,10 @@ class Pieces(Generic[_S]):
     def cut(self, offset: int, length: int) -> tuple[bytes | _S, ...]:
         """Return ``length`` bytes from ``offset``. Raises ChangedError when there are fewer."""
         if offset + length > self.size:
-            raise ChangedError(f"byte {offset + length} is needed, the file has {self.size}")
+            raise ChangedError(
+                f"the file is too short (expected at least {offset + length} bytes, found "
+                f"{self.size})"
+            )
         return cut_pieces(self.pieces, self._ends, offset, length)
 
 

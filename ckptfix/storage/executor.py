@@ -327,7 +327,7 @@ class Remembering(Sharing):
                     self._missing.discard(number)
                     self._say(
                         f"{self.partial.folder}: results of share {number}/{self._shares} are "
-                        "missing, so this process does its work"
+                        "missing, so this process does that share too"
                     )
         elif assume is not None and known:
             self._say(resuming(units, known, self.partial))

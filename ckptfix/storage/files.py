@@ -120,7 +120,8 @@ class FileReader(Struct, frozen=True):
     def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(
-                f"bytes {offset} to {offset + length} are needed, the file has {self.size}"
+                f"bytes {offset} to {offset + length} are needed, but the file has {self.size} "
+                "bytes"
             )
 
 
@@ -260,8 +261,8 @@ class StorePath:
         def __fspath__(self) -> str:
             """Raise OperationError: what opens files by itself cannot read one in a store."""
             error = OperationError(
-                f"{self}: this command would open the file by itself, and can only do that to a "
-                "file on this machine; nothing was changed; next: download the checkpoint first"
+                f"{self}: this command can only open files on this machine; nothing was changed; "
+                "next: download the checkpoint first"
             )
             # Whoever catches it must not report success.
             self.files.failures.append(error)
@@ -400,8 +401,10 @@ class Unheld(NamedTuple):
 
     def __str__(self) -> str:
         if self.size:
-            return f"an object of {human_size(self.size)} that no folder can hold: {self.why}"
-        return f"an empty object, as programs mark folders with it: {self.why}"
+            return (
+                f"an object of {human_size(self.size)} whose key cannot be a file path: {self.why}"
+            )
+        return f"an empty object, which some programs use to mark a folder: {self.why}"
 
 
 def is_url(path: object) -> bool:
@@ -418,7 +421,9 @@ def local_path(path: Any) -> Any:
         return path
     place = path.removeprefix("file://").removeprefix("localhost")
     if not place.startswith("/"):  # never the current folder, or one below it
-        raise UsageError(f"{escape(path)} names no file of this machine: expected file:///PATH")
+        raise UsageError(
+            f"{escape(path)} is not a file URL of this machine (expected file:///PATH)"
+        )
     return place
 
 

@@ -93,10 +93,10 @@ class FolderBackend:
         for info in downloaded(root):
             if info.state is State.PENDING:
                 raise JournalError(
-                    f"{root}: repair {info.number} was cut short in a store, and the folder was "
-                    "downloaded from there then; next: ckptfix undo URL there, and download the "
-                    "checkpoint again; or, if it is complete there: rm -r "
-                    f"{shell_path(root / JOURNAL)}/*.objects"
+                    f"{root}: this folder was downloaded from a store in which repair "
+                    f"{info.number} was interrupted; next: undo it there with ckptfix undo URL, "
+                    "and download the checkpoint again; or, if the checkpoint there is complete: "
+                    f"rm -r {shell_path(root / JOURNAL)}/*.objects"
                 )
         folders = journal_folders(root)
         for _, _, folder in folders:
@@ -115,8 +115,8 @@ class FolderBackend:
                     leftovers += _empty_trash(folder)
         except OSError as error:
             raise JournalError(
-                f"{root}: an earlier run was cut short and cannot be rolled back yet: {error}; "
-                f"mend that, then: {command('undo', root)}"
+                f"{root}: an earlier run was interrupted and cannot be rolled back yet: {error}; "
+                f"fix that, then: {command('undo', root)}"
             ) from error
         if rolled_back is None and not leftovers:
             return None
@@ -148,7 +148,7 @@ class FolderBackend:
             _roll_back(root, pending, progress)
         except OSError as error:
             raise JournalError(
-                f"{root}: the undo could not finish, the next run does: {error}"
+                f"{root}: the undo did not finish, but the next run will finish it: {error}"
             ) from error
         return allowed.unproven
 
@@ -336,7 +336,7 @@ def _roll_back(
     # Never reached; but the next step deletes, and these would be the user's only copy.
     if stranded:
         raise JournalError(
-            f"{folder / stranded[0]}: still there after the roll-back; nothing more was done"
+            f"{folder / stranded[0]}: still exists after the roll-back; nothing more was done"
         )
     garbage = folder.with_suffix(".building")
     # A half-deleted pending transaction could not be read by the next run.

@@ -120,7 +120,7 @@ def journal_errors(file: Path) -> Iterator[None]:
         if isinstance(error, PermissionError):  # known to the reader by this cause
             raise JournalError(
                 f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix here can "
-                "go on with it"
+                "continue"
             ) from error
         raise JournalError(f"{file}: cannot be read: {error}; {_advice(file)}") from error
     except RecursionError as error:
@@ -170,7 +170,7 @@ def fingerprint_of(value: Any, *kinds: str) -> Fingerprint | None:
         return None
     found = Fingerprint(**value)
     if found.kind not in kinds:
-        raise ValueError(f"{found.kind!r:.40} is none of {', '.join(kinds)}")
+        raise ValueError(f"{found.kind!r:.40} is not one of {', '.join(kinds)}")
     whole(found.size)
     whole(found.mtime_ns, least=-LARGEST)
     if found.kind != "folder":
@@ -249,8 +249,8 @@ def read_record(folder: Path) -> TransactionRecord:
         body = json.loads(body_text)
         if body["version"] != VERSION:
             raise JournalError(
-                f"{plan}: written by another version (format {body['version']!r:.20}, this one "
-                f"reads {VERSION}); use that version of ckptfix"
+                f"{plan}: written by another version of ckptfix (format {body['version']!r:.20}, "
+                f"this version reads {VERSION}); use that version"
             )
         expected = body["literals"]["sha256"]
     with journal_errors(literals):
@@ -289,7 +289,9 @@ def _taker(literals: bytes) -> Callable[[object], bytes]:
         nonlocal position
         start, position = position, position + whole(length)
         if position > len(view):
-            raise ValueError(f"the edits need {position} bytes of literals, there are {len(view)}")
+            raise ValueError(
+                f"the edits need {position} bytes of literals, but there are {len(view)}"
+            )
         return bytes(view[start:position])
 
     return take
@@ -334,7 +336,7 @@ def _decode(edit: Any, take: Callable[[object], bytes]) -> Record:
         case ["move", path, target]:
             return Move(source=path_of(path), target=path_of(target))
         case _:
-            raise ValueError(f"it holds an edit that this version does not know: {edit!r:.80}")
+            raise ValueError(f"it has an edit that this version does not support: {edit!r:.80}")
 
 
 def _encode_previous(previous: Recipe | Kept | Absent, literals: bytearray) -> Any:
@@ -376,7 +378,7 @@ def _decode_previous(previous: Any, take: Callable[[object], bytes]) -> Recipe |
 
     digests = [sha256_of(digest) for digest in previous.get("digests", [])]
     if len(digests) not in (0, len(paths)):
-        raise ValueError(f"a recipe names {len(paths)} files and has {len(digests)} digests")
+        raise ValueError(f"a recipe lists {len(paths)} files but {len(digests)} digests")
     return Recipe(
         pieces=tuple(decode_piece(piece) for piece in previous["pieces"]),
         mode=whole(previous["mode"], 0o7777),
@@ -455,7 +457,7 @@ class Workspace(Struct, frozen=True):
         """Return the error for a file that no interruption explains."""
         return JournalError(
             f"{path}: {why}. Something else changed it after ckptfix did, so it was left alone; "
-            f"bring back the version that ckptfix left, then: {command('undo', self.root)}; or "
+            f"restore the version that ckptfix left, then: {command('undo', self.root)}; or "
             f"{forget(self.root)} (its *.kept and *.trash are previous files)"
         )
 
@@ -468,11 +470,13 @@ class Workspace(Struct, frozen=True):
         if not found.same_content(expected):
             return self.unexplained(
                 path,
-                f"has {found.size} bytes and is not the file of {expected.size} bytes that it was",
+                f"is a different file (expected {expected.size} bytes, found {found.size})",
             )
-        times = f"its time is {moment(found.mtime_ns)}, was {moment(expected.mtime_ns)}"
+        times = f"its time changed from {moment(expected.mtime_ns)} to {moment(found.mtime_ns)}"
         again = command("undo", self.root, "", "--force")
-        return self.unexplained(path, f"was written to: {times} (if it is only the time: {again})")
+        return self.unexplained(
+            path, f"was written to: {times} (if only the time changed: {again})"
+        )
 
 
 @contextmanager
@@ -567,7 +571,7 @@ def read_all_notes(folder: Path, edits: Sequence[Record]) -> tuple[Note, ...]:
         raise damaged(folder / _STEPS, f"the plan: {len(notes)} lines for {len(edits)} edits")
     for number, (edit, note) in enumerate(zip(edits, notes, strict=True), 1):
         if not _is_note_of(edit, note):
-            raise damaged(folder / _STEPS, f"the plan: line {number} is of another edit")
+            raise damaged(folder / _STEPS, f"the plan: line {number} belongs to a different edit")
     return notes
 
 
@@ -627,7 +631,7 @@ def read_after(
             for path, value in body.items()
         }
         if set(after) != set(watched):
-            raise damaged(folder / _AFTER, "the plan: it lists other files")
+            raise damaged(folder / _AFTER, "the plan: it lists different files")
         return after
 
 

@@ -82,8 +82,8 @@ class HubStore(Store):
             "buckets",
         ):
             raise UsageError(
-                f"{self.name()} names no repository: expected hf://USER/MODEL/PATH, or "
-                "hf://datasets/USER/NAME/PATH"
+                f"{self.name()} has no repository (expected hf://USER/MODEL/PATH or "
+                "hf://datasets/USER/NAME/PATH)"
             )
         self._type = (match[1] or "models").removesuffix("s")
         self._repo, self._branch = match[2], match[3] or "main"
@@ -218,8 +218,8 @@ class HubStore(Store):
             self._persist("", lambda: self._commit(title, changes, expected), has_condition=True)
         except Refused:
             raise ChangedError(
-                f"{self.name()}: another commit came in between, so nothing was changed; next: "
-                "when nobody commits there, run the same command again"
+                f"{self.name()}: another commit was made meanwhile, so nothing was changed; next: "
+                "wait until nobody commits there, then run the same command again"
             ) from None
 
     def _added(self, key: str, source: bytes | Path) -> _New:
@@ -237,8 +237,8 @@ class HubStore(Store):
         answer = self._persist(key, lambda: self._ask("post", address, json=asked)).json()
         if answer["files"][0].get("shouldIgnore"):
             raise UsageError(
-                f"{self.name(key)}: the .gitignore of the repository keeps this file out of "
-                "commits, so nothing was changed; next: take its line out of .gitignore"
+                f"{self.name(key)}: the repository's .gitignore excludes this file, so nothing was "
+                "changed; next: remove its line from .gitignore"
             )
         if answer["files"][0]["uploadMode"] == "lfs" and size > 0:
             return _New(ObjectInfo(size, adding.upload_info.sha256.hex(), 0), adding, stamp)
@@ -310,7 +310,7 @@ class HubStore(Store):
             if now == {path: new.info for path, new in changed.items() if new is not None}:
                 return
             if isinstance(self._judge(error), Refused):
-                raise Temporary(f"another commit came since {parent[:10]}") from error
+                raise Temporary(f"another commit was made since {parent[:10]}") from error
             raise
 
     def _judge(self, error: Exception) -> Exception | None:
@@ -328,23 +328,26 @@ class HubStore(Store):
             return Temporary(f"{status} {code}".strip())
         if code == "RepoNotFound":
             return UsageError(
-                f"the repository {escape(self._repo)} does not exist, or this token may not see "
-                "it; next: hf auth login"
+                f"the repository {escape(self._repo)} does not exist, or this token cannot see it; "
+                "next: hf auth login"
             )
         if code == "RevisionNotFound":
             return UsageError(
                 f"{escape(self._repo)} has no branch, tag or commit {escape(self._branch)}; next: "
-                "name another one"
+                "choose an existing one"
             )
         if code == "GatedRepo":
-            return StoreError(f"{escape(self._repo)} is gated; next: ask for access on its page")
+            return StoreError(f"{escape(self._repo)} is gated; next: request access on its page")
         if status == 404:
             return FileNotFoundError(code)
         if status == 401:
-            return StoreError("the hub knows no token, or it has expired; next: hf auth login")
+            return StoreError(
+                "the token is missing, unknown to the hub, or expired; next: hf auth login"
+            )
         if status == 403:
             return StoreError(
-                "this token may not do that; next: hf auth login, with a token that may write"
+                "this token is not allowed to do this; next: hf auth login, with a token that has "
+                "write access"
             )
         said = escape(" ".join(response.headers.get("x-error-message", "").split()))
         return StoreError(f"{status} {said}".strip() + "; next: ckptfix help stores")

@@ -125,14 +125,17 @@ def check_later(root: AnyPath, every: Sequence[TransactionInfo], number: int) ->
         if info.number <= number:
             continue
         if info.foreign or info.problem:
-            why = info.problem or "it belongs to another user, who alone can read and undo it"
+            why = (
+                info.problem
+                or "it belongs to another user, and only that user can read and undo it"
+            )
             raise ChangedError(
                 f"{root}: transaction {info.number} came later; undo {info.number} first ({why})"
             )
         changed = set(undone.watched).intersection(info.paths)
         needed = set(undone.paths).intersection(info.watched)
         if changed or needed:
-            what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
+            what = f"also changed {min(changed)}" if changed else f"needs the current {min(needed)}"
             raise ChangedError(
                 f"{root}: transaction {info.number} came later and {what}; undo {info.number} "
                 f"first: {command('undo', root, info.target)}"
@@ -210,7 +213,9 @@ def journal_folders(root: _Root) -> list[tuple[int, State, _Root]]:
     journal = root / JOURNAL
     try:
         if not stat.S_ISDIR(journal.lstat().st_mode):
-            raise JournalError(f"{journal}: is a symbolic link or no directory; move it away first")
+            raise JournalError(
+                f"{journal}: is a symbolic link or not a directory; move it away first"
+            )
     except (FileNotFoundError, NotADirectoryError):
         return []
     matches = [match for name in names_in(journal) if (match := _NAME.fullmatch(name))]
@@ -227,8 +232,8 @@ def check_real(folder: Path) -> None:
     """
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise JournalError(
-            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove "
-            f"it: rm {shell_path(folder)}"
+            f"{folder}: is a symbolic link or not a directory, and ckptfix never creates those; to "
+            f"remove it: rm {shell_path(folder)}"
         )
 
 

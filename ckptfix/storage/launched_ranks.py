@@ -155,7 +155,7 @@ class LaunchedRanks(Sharing):
         something else, or where the ranks have ended apart before.
         """
         if self.is_lost or (self.has_ended and what != _STATUS):
-            raise TeamError(f"{self._names[self.rank]}: the ranks do not work together any more")
+            raise TeamError(f"{self._names[self.rank]}: the ranks no longer work together")
         kind = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
         try:
             answers = self._swapped(kind, b"" if value is None else _packed(value))
@@ -174,8 +174,8 @@ class LaunchedRanks(Sharing):
             raise self._failed(failed)
         other = next(rank for rank in range(self.count) if kinds[rank] != kinds[0])
         raise TeamError(
-            f"{self._names[other]} sees another folder than {self._names[0]}: the tensors in its "
-            f"files differ; {_REMEDY}"
+            f"{self._names[other]} sees a different folder than {self._names[0]}: the tensors in "
+            f"its files differ; {_REMEDY}"
         )
 
     def _swapped(
@@ -195,7 +195,7 @@ class LaunchedRanks(Sharing):
     def _failed(self, failed: Mapping[int, str]) -> TeamError:
         (rank, words), *more = failed.items()
         also = f" (and {count_of(len(more), 'more process')})" if more else ""
-        return self._advised(f"{self._names[rank]} failed, so all of them stop{also}: {words}")
+        return self._advised(f"{self._names[rank]} failed{also}, so all ranks stop: {words}")
 
     def _advised(self, words: str) -> TeamError:
         is_advised = "; next: " in words or not self._remedy
@@ -211,7 +211,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 _REMEDY = (
-    "next: mount one folder on all nodes; or start each node alone, with --shard I/N or with "
+    "next: mount the same folder on all nodes; or run each node separately, with --shard I/N or "
     "CKPTFIX_TEAM=0"
 )
 
@@ -237,8 +237,8 @@ def ensure_seen(folder: Path, remedy: str) -> None:
     """
     if not folder.is_dir():
         raise OperationError(
-            f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for "
-            f"all; {remedy}"
+            f"{folder}: {os.uname().nodename} cannot see this folder, which rank 0 created for all "
+            f"ranks; {remedy}"
         )
 
 
@@ -267,7 +267,10 @@ def ensure_same_names(executor: Executor, names: Sequence[str]) -> None:
     def differs(leader: str, theirs: Sequence[str]) -> str:
         pairs = zip_longest(names, theirs)
         here, there = next((here, there) for here, there in pairs if here != there)
-        return f"finds other checkpoints than {leader}: {here} (expected {there}); {_REMEDY}"
+        actual, expected = here or "none", there or "none"
+        return (
+            f"finds different checkpoints than {leader}: {actual} (expected {expected}); {_REMEDY}"
+        )
 
     executor.ensure_same(lambda: [*names], differs)
 
@@ -304,15 +307,15 @@ def _differs(
         here, there = mine.get(name), theirs.get(name)
         if here is None or there is None or here[:2] != there[:2]:
             found, expected = (
-                "missing" if file is None else f"{file[0]} bytes of {moment(file[1])}"
+                "no file" if file is None else f"{file[0]} bytes modified at {moment(file[1])}"
                 for file in (here, there)
             )
-            words = f"{name} is {found} (expected {expected})"
+            words = f"{name}: expected {expected}, found {found}"
             break
         if here[2] and there[2] and here[2] != there[2]:
             copied = copied or name
     else:
-        words = f"{copied} is another file of the same size and time, on a disk of its own"
+        words = f"{copied} is a different file with the same size and time, on another disk"
         if not copied:
             return ""
-    return f"sees another folder than {leader}: {words}; {_REMEDY}"
+    return f"sees a different folder than {leader}: {words}; {_REMEDY}"

@@ -13,7 +13,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3500
 _MOST_READ = 64
 """Folders whose objects are kept unpacked."""
 
-_CLASHES = "other keys have it as their folder"
+_CLASHES = "other keys use it as a folder"
 
 
 class Misfit(NamedTuple):
@@ -137,18 +137,21 @@ def why_unheld(key: str, folders: Collection[str], before: int) -> tuple[str, st
     for number, part in enumerate(parts):
         why = ""
         if part == "":
-            why = "it ends in a slash" if number == len(parts) - 1 else "a name in it is empty"
+            why = "it ends in a slash" if number == len(parts) - 1 else "it contains an empty name"
         elif part in (".", ".."):
-            why = f"{part!r} in it means another folder"
+            why = f"it contains {part!r}, which leads to another folder"
         elif "\0" in part:
             why = "it has a NUL byte"
         else:
             try:
                 size = len(os.fsencode(part))
             except UnicodeEncodeError:
-                return "a name in it is not valid text", "/".join(home)
+                return "it contains a name that is not valid text", "/".join(home)
             if size > _LONGEST_NAME:
-                why = f"a name in it has {size} bytes, a file's at most {_LONGEST_NAME}"
+                why = (
+                    f"it contains a name of {size} bytes (a file name can have at most "
+                    f"{_LONGEST_NAME})"
+                )
         if why:
             return why, "/".join(home)
         if number < len(parts) - 1:

@@ -58,7 +58,7 @@ def _acquire(root: Path) -> int:
         with suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
                 raise JournalError(
-                    f"{folder}: is a symbolic link or no directory; move it away first"
+                    f"{folder}: is a symbolic link or not a directory; move it away first"
                 )
         try:
             fd = _open(path)
@@ -80,8 +80,8 @@ def _acquire(root: Path) -> int:
             os.close(fd)
             if error.errno == errno.EBADF:  # NFS: only files open for writing are locked, see _open
                 raise OperationError(
-                    f"{path}: left by a killed run of another user, and here only its owner can "
-                    f"lock it; to remove it: rm -f {shell_path(path)}"
+                    f"{path}: left by a killed run of another user, and on this file system only "
+                    f"its owner can lock it; to remove it: rm -f {shell_path(path)}"
                 ) from error
             raise
         except BaseException:

@@ -107,7 +107,7 @@ def begun_now(upload: str, files: Mapping[str, int]) -> Begun:
 
 def parse_begun(data: bytes) -> Begun:
     """Return the record of an upload that has begun. Raises FormatError."""
-    return _parsed(data, Begun, "the record of an upload")
+    return _parsed(data, Begun, "the upload record")
 
 
 def parse_commit(data: bytes) -> Commit:
@@ -154,8 +154,8 @@ def not_committed(begun: Begun, sizes: Mapping[str, int]) -> str:
     arrived = f"{len(there)} of {count_of(len(begun.files), 'file')}"
     total = f"{human_size(sum(there.values()))} of {human_size(sum(begun.files.values()))}"
     return (
-        f"its upload was cut short, or process {begun.pid} on {begun.host} has not finished it: "
-        f"there is no commit marker ({COMMITTED}); {arrived} arrived, {total}"
+        f"no commit marker ({COMMITTED}): the upload was interrupted, or process {begun.pid} on "
+        f"{begun.host} has not finished it yet; {arrived} arrived, {total}"
     )
 
 
@@ -174,16 +174,16 @@ def _parsed(data: bytes, kind: type[_Record], what: str) -> _Record:
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"a record of an upload is not JSON: {error}") from None
+        raise FormatError(f"an upload record is not JSON: {error}") from None
     if not isinstance(fields, dict) or fields.get("version") != _VERSION:
-        raise FormatError(f"a record of an upload is of another version than {_VERSION}")
+        raise FormatError(f"an upload record has another version (expected {_VERSION})")
     try:
         record = convert(fields, kind)
         for name, size in record.sizes.items():
             ensure_listed(name, size)
     # Not ValidationError alone: half of a surrogate pair in the place of a number is another one.
     except ValueError as error:
-        raise FormatError(f"{what} cannot be understood: {error}") from None
+        raise FormatError(f"{what} is malformed: {error}") from None
     return record
 
 
@@ -191,7 +191,7 @@ def _read(path: AnyPath) -> bytes | None:
     try:
         with open_reader(path) as reader:
             if reader.size > _LONGEST:
-                raise FormatError(f"{path} has more than {human_size(_LONGEST)}")
+                raise FormatError(f"{path} is larger than {human_size(_LONGEST)}")
             return reader.read(0, reader.size)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -47,7 +47,7 @@ _LOCAL = frozenset(
 )
 """Types of disks that one machine has for itself, so that one inode there is one file."""
 
-UNNAMED = "a FUSE program that does not name itself, as goofys"
+UNNAMED = "an unnamed FUSE program, such as goofys"
 """goofys before 2022 mounts with the type ``fuse`` and the bucket as its source."""
 
 _ESCAPED = re.compile(rb"\\([0-7]{3})")

@@ -128,9 +128,9 @@ class ObjectBackend:
         ]
         if uploaded:
             raise JournalError(
-                f"{self.root / JOURNAL}: repair {uploaded[0]} was cut short in a folder, which was "
-                "uploaded then; next: download the checkpoint, run ckptfix undo there, and upload "
-                "it again"
+                f"{self.root / JOURNAL}: this was uploaded from a folder in which repair "
+                f"{uploaded[0]} was interrupted; next: download the checkpoint, run ckptfix undo "
+                "there, and upload it again"
             )
         last: tuple[int, ObjectPlan] | None = None
         leftovers = 0
@@ -211,8 +211,8 @@ class ObjectBackend:
         plan = read_plan(store, every[number], state)
         if (changed := _changed(store, state.after, listed)) is not None:
             raise ChangedError(
-                f"{changed} since repair {number}; nothing was undone; next: bring back what "
-                f"repair {number} left there, then run the same command again; or "
+                f"{changed} since repair {number}; nothing was undone; next: restore what repair "
+                f"{number} left there, then run the same command again; or "
                 f"{forget_objects(store, number)}"
             )
         draft = draft_of_undo(number, plan, listed)
@@ -220,8 +220,8 @@ class ObjectBackend:
             for piece in content:
                 if isinstance(piece, Source) and piece.key not in listed:
                     raise ChangedError(
-                        f"{store.name(piece.key)} is missing, and an undo needs its bytes; nothing "
-                        f"was undone; {forget_objects(store, number)}"
+                        f"{store.name(piece.key)} is missing, and the undo needs its bytes; "
+                        f"nothing was undone; {forget_objects(store, number)}"
                     )
         kept = {f"{folder(number)}/kept/{index}": info for index, info in state.kept.items()}
         there = {key: info for key, info in kept.items() if key in listed}
@@ -279,7 +279,8 @@ class ObjectAttempt:
             info = store.compose(key, pieces_of(content, draft.pins), like=like_of(content, draft))
             if info.size != size_of(content):
                 raise OperationError(
-                    f"{store.name(key)}: has {info.size} bytes, {size_of(content)} were composed"
+                    f"{store.name(key)}: wrong size after composing (expected {size_of(content)} "
+                    f"bytes, found {info.size})"
                 )
             made[index] = info
             if self._progress is not None:
@@ -310,7 +311,8 @@ class ObjectAttempt:
                     if not isinstance(error, Exception):
                         raise error
                     raise JournalError(
-                        f"{error}; nothing was changed yet; the next run finishes or rolls back"
+                        f"{error}; nothing was changed yet; the next run finishes it or rolls it "
+                        "back"
                     )
                 _delete_transaction(store, found)
         except CkptfixError as second:
@@ -337,8 +339,8 @@ class ObjectAttempt:
             if isinstance(error, JournalError):
                 raise
             raise JournalError(
-                f"{error}; the names of {store.name()} are being replaced, and only some are new; "
-                f"next, to finish: ckptfix {'undo' if plan.undoes is not None else 'repair'} "
+                f"{error}; only some of the objects in {store.name()} have been replaced; next, to "
+                f"finish: ckptfix {'undo' if plan.undoes is not None else 'repair'} "
                 f"{shell_path(store.url)}"
             ) from error
         if plan.undoes is not None:
@@ -363,7 +365,8 @@ def _check_pins(store: Store, plan: ObjectPlan, listed: Mapping[str, ObjectInfo]
     if (changed := _changed(store, pins | dict(plan.sources), listed)) is not None:
         verb = "undo" if plan.undoes is not None else "repair"
         raise ChangedError(
-            f"{changed}; next: when nothing writes there: ckptfix {verb} {shell_path(store.url)}"
+            f"{changed}; next, when no other program writes there: ckptfix {verb} "
+            f"{shell_path(store.url)}"
         )
 
 
@@ -400,23 +403,23 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
     """
     if transfer:
         return
-    may_replace = (
-        "it overwrites what another program wrote meanwhile: make sure that none writes there"
-    )
+    may_replace = "ckptfix could overwrite what another program writes meanwhile"
     if store.abilities.composes:
         if not store.keeps_conditions(f"{folder(number)}/probe"):
             raise UsageError(
                 f"{store.name()}: this server ignores conditions on writes (If-Match), so "
-                f"{may_replace}; nothing was changed; next, when none does: the same command with "
-                "--transfer"
+                f"{may_replace}; nothing was changed; next, when no other program writes there: "
+                "run the same command with --transfer"
             )
         return
     travel = total_cost(store, draft.contents.values(), draft.kept.values())
-    alone = "" if store.abilities.conditions else f", and {may_replace}"
+    alone = (
+        "" if store.abilities.conditions else f"; it has no conditional writes, so {may_replace}"
+    )
     raise UsageError(
-        f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: "
-        f"{travel}{alone}; nothing was changed; next, to let them travel: the same command with "
-        "--transfer"
+        f"{store.name()}: this store cannot copy parts of objects, so their bytes must be "
+        f"transferred: {travel}{alone}; nothing was changed; next, to allow this: run the same "
+        "command with --transfer"
     )
 
 
@@ -467,8 +470,8 @@ def _finish(
             changed = _changed(store, after, store.list())
             if changed is not None:
                 raise JournalError(
-                    f"{changed} while the names of {store.name()} were being replaced, so that "
-                    "nothing was deleted; next: bring back what was there, then run the same "
+                    f"{changed} while the objects in {store.name()} were being replaced, so "
+                    "nothing was deleted; next: restore the expected object, then run the same "
                     f"command again to finish; or {forget_objects(store, number)}"
                 )
         together(
@@ -492,9 +495,8 @@ def _finish(
     except CkptfixError as error:
         verb = "undo" if plan.undoes is not None else "repair"
         raise JournalError(
-            f"{error}; the {verb} of {store.name()} is complete; objects that nothing needs any "
-            f"more may be left below {store.name(JOURNAL)}, and the next repair or undo deletes "
-            "them"
+            f"{error}; the {verb} of {store.name()} is complete; objects that are no longer needed "
+            f"may be left below {store.name(JOURNAL)}, and the next repair or undo deletes them"
         ) from error
 
 
@@ -532,7 +534,7 @@ def _place(
         staged is not None and staged.size != change.size
     ):
         raise JournalError(
-            f"{store.name(source)}: the journal contradicts itself about it; "
+            f"{store.name(source)}: the journal contradicts itself about this object; "
             f"{forget_objects(store, number)}"
         )
     try:
@@ -560,10 +562,10 @@ def _place(
         ):
             raise error  # the name is as it was: the new object is what changed
         raise JournalError(
-            f"{_written_by_another(store, change.key, change.old, now)} while the names of "
-            f"{store.name()} were being replaced, so that it was left alone, and the others are "
-            "not all new; next: bring back what was there, then run the same command again to "
-            f"finish; or {forget_objects(store, number)}"
+            f"{_written_by_another(store, change.key, change.old, now)} while the objects in "
+            f"{store.name()} were being replaced, so it was left alone, and only some of the "
+            "others have been replaced; next: restore the expected object, then run the same "
+            f"command again to finish; or {forget_objects(store, number)}"
         ) from error
 
 

@@ -83,7 +83,7 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
     def existing(path: PurePosixPath) -> Content:
         content = at(path)
         if content is None:
-            raise ChangedError(f"{path}: no object is there; nothing was changed")
+            raise ChangedError(f"{path}: no such object; nothing was changed")
         return content
 
     for index, edit in enumerate(edits):
@@ -92,7 +92,9 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
             case Move():
                 content = existing(edit.source)
                 if at(edit.target) is not None:
-                    raise ChangedError(f"{edit.target} exists, {edit.source} cannot be moved to it")
+                    raise ChangedError(
+                        f"{edit.target} exists, so {edit.source} cannot be moved there"
+                    )
                 now[edit.source], now[edit.target] = None, content
             case Remove():
                 aside[index] = existing(edit.path)
@@ -100,7 +102,7 @@ def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
             case Replace():
                 if isinstance(edit.previous, Absent):
                     if at(edit.path) is not None:
-                        raise ChangedError(f"{edit.path} exists since the repair was planned")
+                        raise ChangedError(f"{edit.path} was created after the repair was planned")
                 elif isinstance(edit.previous, Kept):
                     aside[index] = existing(edit.path)
                 now[edit.path] = _made(edit.content)
@@ -133,7 +135,9 @@ def way_back(
         return Pieces((Source(kept[index], 0, size_of(after.aside[index])),))
 
     def missing(path: PurePosixPath) -> ChangedError:
-        return ChangedError(f"{path}: an undo would need its bytes, and the repair leaves none")
+        return ChangedError(
+            f"{path}: an undo would need its bytes, and the repair does not keep them"
+        )
 
     back = WayBack(find, copy, missing)
     for index in range(len(edits) - 1, -1, -1):
@@ -170,7 +174,7 @@ def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Co
         made = known[piece.key]
         if made is None:
             raise ChangedError(
-                f"{piece.key}: an undo would need its bytes, and the repair leaves none"
+                f"{piece.key}: an undo would need its bytes, and the repair does not keep them"
             )
         pieces += made.cut(piece.offset, piece.length)
     return joined(pieces)

@@ -53,7 +53,7 @@ def places_of(source: str, output: str) -> Places:
     (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
     if (scheme, bucket) != (to_scheme, to_bucket):
         raise UsageError(
-            f"{escape(output)}: a store copies within one bucket only (expected "
+            f"{escape(output)}: a store can only copy within one bucket (expected "
             f"{scheme}://{bucket}/...); next: name another prefix of {scheme}://{bucket}, or copy "
             "the checkpoint there and repair the copy"
         )
@@ -78,10 +78,10 @@ def check_free(output: str) -> None:
         others = there.keys() - _left_of_a_copy(store, there)
         # Never of what nobody can make again.
         removal = "" if others else f", or: {store.removal()}"
-        cut = "" if others else " of a copy or an upload that was cut short"
+        cut = "" if others else " from an interrupted copy or upload"
         raise UsageError(
-            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that "
-            f"holds none{removal}"
+            f"{store.name()} already has {count_of(len(there), 'object')}{cut}; next: name an "
+            f"empty prefix{removal}"
         )
 
 
@@ -125,9 +125,9 @@ def copy_repaired(
     if not (places.bucket.abilities.composes or transfer):
         travel = carriage_of(places.bucket, contents.values(), is_placed=False)
         raise UsageError(
-            f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must "
-            f"travel: {travel}; nothing was written; next, to let them travel: the same command "
-            "with --transfer"
+            f"{escape(source)}: this store cannot copy parts of objects, so their bytes must be "
+            f"transferred: {travel}; nothing was written; next, to allow this: run the same "
+            "command with --transfer"
         )
     check_free(output)
     number = secrets.token_hex(8)
@@ -251,7 +251,7 @@ def _deleted(places: Places, made: Mapping[str, ObjectInfo]) -> str:
     with suppress(CkptfixError):
         left = len(places.bucket.list(places.copy))
     return (
-        f"{count_of(left, 'object')} without a commit marker stay below {where}"
+        f"{where} still has {count_of(left, 'object')} without a commit marker"
         if left
         else f"{where} is empty"
     )

@@ -228,7 +228,9 @@ def _check_way_back(
         if (info is None) != (content is None) or (
             content is not None and info and size_of(content) != info.size
         ):
-            raise OperationError(f"{path}: an undo would not restore it; nothing was changed")
+            raise OperationError(
+                f"{path}: an undo would not restore this object; nothing was changed"
+            )
         position = 0
         for piece in traced(content or (), after, kept):
             if isinstance(piece, bytes):
@@ -239,7 +241,8 @@ def _check_way_back(
                 position += piece.length
             if not same:
                 raise OperationError(
-                    f"{path}: an undo would restore other bytes at {position}; nothing was changed"
+                    f"{path}: an undo would restore different bytes at offset {position}; nothing "
+                    "was changed"
                 )
 
 

@@ -316,7 +316,7 @@ def _check_plan(plan: ObjectPlan) -> None:
         path_of(plan.target)
     paths = [change.path for change in plan.changes]
     if len(set(paths)) != len(paths):
-        raise ValueError("it changes one name twice")
+        raise ValueError("it changes the same name twice")
     for change in plan.changes:
         before = plan.before.get(change.path)
         if change.old is not None and before is not None and size_of(before) != change.old.size:
@@ -324,7 +324,7 @@ def _check_plan(plan: ObjectPlan) -> None:
                 f"it restores {size_of(before)} bytes of {change.path}, not {change.old.size}"
             )
     if plan.before and set(plan.before) != set(paths):
-        raise ValueError("it does not lead back for every name")
+        raise ValueError("it cannot restore every name")
 
 
 def _decode_before(
@@ -340,7 +340,7 @@ def _decode_before(
             return Source(key, whole(offset), whole(length))
         start, position = position, position + whole(piece)
         if position > len(literals):
-            raise ValueError(f"it needs {position} literal bytes, there are {len(literals)}")
+            raise ValueError(f"it needs {position} literal bytes, but there are {len(literals)}")
         return literals[start:position]
 
     return {
@@ -370,7 +370,7 @@ def _typed(body: Mapping[str, object], kind: type[_Record]) -> _Record:
     OperationError.
     """
     if missing := [name for name in kind.__struct_encode_fields__ if name not in body]:
-        raise ValueError(f"it has no {missing[0]!r}")
+        raise ValueError(f"it has no field {missing[0]!r}")
     return convert(body, kind, str_keys=True, dec_hook=lambda _, value: path_of(value))
 
 
@@ -389,7 +389,7 @@ def _opened(
     store: Store, key: str, info: ObjectInfo, sha256: str = ""
 ) -> tuple[dict[str, Any], bytes]:
     if info.size > _MOST:
-        raise ValueError(f"it has {info.size} bytes, at most {_MOST} are read")
+        raise ValueError(f"it has {info.size} bytes (at most {_MOST} are read)")
     data = store.read(key, 0, info.size, etag=info.etag)
     digest, _, content = data.partition(b"\n")
     if hashlib.sha256(content).hexdigest().encode() != digest:
@@ -440,7 +440,7 @@ class StoreLock:
         now = self._store.stat(LOCK)
         if now is None or now.etag != self._etag:
             raise LockedError(
-                f"{self._store.name(LOCK)}: another run took this lock over, so this one stopped; "
+                f"{self._store.name(LOCK)}: another run took over this lock, so this run stopped; "
                 "next: wait until the other run has ended"
             )
 
@@ -495,13 +495,13 @@ def _locked(store: Store, verb: str) -> LockedError:
         size = info.size if info is not None else 0  # released meanwhile
         body = json.loads(store.read(LOCK, 0, min(size, 1 << 16)))
         what = f"ckptfix {body['verb']}"
-        owner = f"{what} of {body['user']} on {body['host']} (process {int(body['pid'])})"
+        owner = f"{what} by {body['user']} on {body['host']} (process {int(body['pid'])})"
         age = max(0, time.time() - float(body["since"]))
         since = f" for {_age(age)}, since {moment(int(float(body['since']) * 1e9))}"
     breaking = "undo" if verb == "undo" else "repair"  # the verbs that have the option
     return LockedError(
         f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if "
-        f"it was killed, so that it cannot go on: ckptfix {breaking} --break-lock "
+        f"it was killed and cannot continue: ckptfix {breaking} --break-lock "
         f"{shell_path(store.url)}"
     )
 

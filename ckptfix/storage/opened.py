@@ -40,9 +40,7 @@ def open_files(
     assert not isinstance(path, StorePath)
     if not is_url(path):
         if not os.fspath(path):  # Path("") would be the current folder
-            raise UsageError(
-                "the path is empty: name a checkpoint; is a variable of the shell unset?"
-            )
+            raise UsageError("the path is empty: name a checkpoint; is a shell variable unset?")
         yield Path(path)
         return
     from ckptfix.storage.store_files import open_prefix

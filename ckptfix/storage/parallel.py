@@ -233,12 +233,12 @@ class Share(NamedTuple):
             raise UsageError(f"{option} {text}: expected I/N, such as 0/4")
         share = cls(int(number), int(total))
         if share.number >= share.total:
-            last = (
-                f": 0/{share.total} to {share.total - 1}/{share.total}"
+            expected = (
+                f"0/{share.total} to {share.total - 1}/{share.total}"
                 if share.total
-                else ", of 1 or more"
+                else "at least 1 share"
             )
-            raise UsageError(f"{option} {text}: shares are counted from 0{last}")
+            raise UsageError(f"{option} {text}: shares are counted from 0 (expected {expected})")
         return share
 
     def holds(self, name: str) -> bool:

@@ -76,7 +76,7 @@ def existing(path: Openable) -> AnyPath:
         return path
     given = Path(path)
     if not os.fspath(path):
-        raise UsageError("the path is empty: name a checkpoint; is a variable of the shell unset?")
+        raise UsageError("the path is empty: name a checkpoint; is a shell variable unset?")
     try:
         mode = os.stat(given).st_mode
     except (
@@ -131,7 +131,7 @@ def check_path(path: PurePosixPath) -> None:
     except UnicodeEncodeError:
         sound = False
     if not sound:
-        raise OperationError(f"{str(path)!r}: no file can have this name")
+        raise OperationError(f"{str(path)!r}: not a valid file name")
 
 
 def is_inside(name: str) -> bool:
@@ -146,7 +146,7 @@ def is_inside(name: str) -> bool:
 def ensure_listed(name: str, size: int) -> None:
     """Raise ValueError for a file that no folder can hold: a record from elsewhere lists any."""
     if not 0 <= size <= _LONGEST or not is_inside(name):
-        raise ValueError(f"a file {name!r} of {size!r:.40} bytes")
+        raise ValueError(f"invalid file {name!r} of {size!r:.40} bytes")
 
 
 def locate(root: Path, path: PurePosixPath) -> Path:
@@ -155,7 +155,7 @@ def locate(root: Path, path: PurePosixPath) -> Path:
     for parent in path.parents:
         if parent.parts and os.path.islink(root / parent):
             raise OperationError(
-                f"{full}: lies behind the symbolic link {parent}; name the real folder"
+                f"{full}: is behind the symbolic link {parent}; name the real folder"
             )
     return full
 
@@ -241,7 +241,7 @@ def unreadable(path: AnyPath, error: OSError) -> str:
     where = "" if blocked == path else f" by the folder {blocked}"
     why = ""
     if path.suffix == ".safetensors" and blocked == path and not mode & 0o077:
-        why = "; safetensors writes its files for their owner alone"
+        why = "; safetensors makes its files readable only by their owner"
     wanted = "a+rx" if is_folder else "a+r"
     # An ACL, SELinux, or a file server.
     if mode & 0o005 == 0o005 or (mode & 0o004 and not is_folder):
@@ -381,7 +381,7 @@ def list_folder(root: AnyPath) -> Listing:
         try:
             identity = _identity(full)
             if identity in above:
-                found[where] = "is a link to a folder that this one lies in"
+                found[where] = "is a link to a folder that contains it"
                 continue
             if identity in seen:
                 found[where] = f"is a link to {seen[identity] or 'the checkpoint itself'}"

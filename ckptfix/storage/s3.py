@@ -59,15 +59,15 @@ _TEMPORARY = {
 
 _ADVICE = {
     "ExpiredToken": "the credential has expired; next: renew it (aws sso login), then run the same command again",
-    "AccessDenied": "this credential may not do that ({action}); next: aws sts get-caller-identity",
+    "AccessDenied": "this credential is not allowed to do this ({action}); next: aws sts get-caller-identity",
     "InvalidAccessKeyId": "the store does not know this access key; next: aws sts get-caller-identity",
     "SignatureDoesNotMatch": "the secret key is wrong for this access key; next: aws configure list",
     "RequestTimeTooSkewed": "the clock of this machine is wrong; next: timedatectl",
-    "PermanentRedirect": "the bucket lies in another region; next: export AWS_REGION=REGION",
-    "AuthorizationHeaderMalformed": "the bucket lies in another region; next: export AWS_REGION=REGION",
+    "PermanentRedirect": "the bucket is in another region; next: export AWS_REGION=REGION",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; next: export AWS_REGION=REGION",
     "InvalidObjectState": "the object is archived (Glacier); next: aws s3api restore-object",
 }  # fmt: skip
-_ADDRESS = "for another server than Amazon's: export AWS_ENDPOINT_URL_S3=https://HOST:PORT"
+_ADDRESS = "for a server other than Amazon's: export AWS_ENDPOINT_URL_S3=https://HOST:PORT"
 _SAME = {
     "ExpiredTokenException": "ExpiredToken",
     "TokenRefreshRequired": "ExpiredToken",
@@ -235,7 +235,7 @@ class S3Store(Store):
             raise Refused
         if answer["ResponseMetadata"]["HTTPStatusCode"] != 206 and offset:
             raise StoreError(
-                f"{self.name(key)}: the store ignores ranges, and sends the object from its "
+                f"{self.name(key)}: the store ignores ranges and sends the object from its "
                 "beginning"
             )
         data: bytes = answer["Body"]
@@ -481,7 +481,7 @@ class S3Store(Store):
         if isinstance(error, ConnectionError | HTTPClientError | ResponseStreamingError):
             return Temporary(" ".join(str(error).split()))
         if isinstance(error, ParamValidationError) and "bucket name" in str(error):
-            return UsageError(f"{self._bucket} cannot be the name of a bucket; next, {_ADDRESS}")
+            return UsageError(f"{self._bucket} is not a valid bucket name; next, {_ADDRESS}")
         if isinstance(error, BotoCoreError):
             return StoreError(f"{' '.join(str(error).split())}; next: aws configure list")
         if not isinstance(error, ClientError):

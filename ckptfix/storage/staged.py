@@ -409,7 +409,7 @@ def _replace_empty_folder(staging: Staging) -> None:
         )  # the kernel refuses to replace a folder that is not empty
     except OSError:
         raise ChangedError(
-            f"{staging.output} appeared meanwhile; nothing was written there"
+            f"{staging.output} was created meanwhile; nothing was written there"
         ) from None
 
 
@@ -427,10 +427,10 @@ def _parent_of(output: Path) -> Path:
     )
     if os.stat(parent).st_dev != os.stat(real).st_dev:
         raise OperationError(
-            f"{output}: what is written first cannot lie in {real}, where Accelerate takes every "
-            f"name for a checkpoint, and {parent} is on another disk, from which it cannot be "
-            "moved in one step; nothing was written; name another place on either disk, and move "
-            "the result yourself"
+            f"{output}: temporary files cannot be in {real}, where Accelerate takes every name for "
+            f"a checkpoint, nor in {parent}, which is on another disk, so they could not be moved "
+            "in one step; nothing was written; choose another path on either disk, and move the "
+            "result yourself"
         )
     return parent
 
@@ -468,13 +468,12 @@ def ensure_space(output: Path, needed: int) -> None:
     """
     where, free = free_space(output)
     if needed > free:
-        sizes = f"needs {human_size(needed)} of free space, {human_size(free)} are free"
+        sizes = f"needs {human_size(needed)} of free space, but only {human_size(free)} is free"
         if where == output.absolute().parent:
             raise OperationError(
-                f"{output}: {sizes} on this disk; next: make room there, or name another place"
+                f"{output}: {sizes} on this disk; next: free up space there, or choose another path"
             )
         raise OperationError(
-            f"{output}: {sizes} in {where}, where it is written before it is uploaded; next: "
-            f"export {STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same "
-            "command again"
+            f"{output}: {sizes} in {where}, where it is written before the upload; next: export "
+            f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same command again"
         )

@@ -218,7 +218,7 @@ class StoreFiles:
 
     def _ensure_open(self) -> None:
         if self.is_closed:
-            raise ClosedError(f"{self.url}: this URL is not open any more")
+            raise ClosedError(f"{self.url}: this URL is no longer open")
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges. A failure is kept: whoever catches it must not report
@@ -279,9 +279,9 @@ def open_prefix(
     solid = [lost for lost in files.unheld if lost.size]
     if complete and solid:
         raise StoreError(
-            f"{escape(url)}: {count_of(len(solid), 'object')} with a key that no folder can hold "
-            f"({list_names(lost.key for lost in solid)}: {solid[0].why}), so not all would be "
-            "read; next: give them other keys; delete only what nobody needs"
+            f"{escape(url)}: {count_of(len(solid), 'object')} with a key that cannot be a file "
+            f"path ({list_names(lost.key for lost in solid)}: {solid[0].why}), so not everything "
+            "would be read; next: give such objects other keys; delete only what nobody needs"
         )
     place = StorePath(files, files.url)
     return place / files.only
@@ -296,7 +296,7 @@ def _open_object(url: str, store: Store) -> StoreFiles:
     listed = _listed_for_one(folder)
     if only not in listed:
         raise UsageError(
-            f"{escape(url)} does not exist: the store has no object of this name, and none below it"
+            f"{escape(url)} does not exist: the store has no object with this name or below it"
         )
     return StoreFiles(folder, Listing(listed.items(), len(os.fsencode(above))), only=only)
 
@@ -334,8 +334,8 @@ def downloaded(path: StorePath, *, progress: Progress | None = None) -> Iterator
     free = shutil.disk_usage(parent).free
     if total > free:
         raise OperationError(
-            f"{path}: {human_size(total)} must be downloaded, {human_size(free)} are free in "
-            f"{parent}; next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
+            f"{path}: the download needs {human_size(total)} of free space, but only "
+            f"{human_size(free)} is free in {parent}; next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
         )
     # A process that was killed must not leave terabytes there.
     staged.sweep(parent)

@@ -203,16 +203,16 @@ def open_store(url: str) -> "Store":
     authority = rest.partition("/")[0]
     if ":" in authority.partition("@")[0] and "@" in authority:
         raise UsageError(
-            f"{scheme}://...@{authority.rpartition('@')[2]}: a URL must not hold a password, which "
-            "shells and logs keep; next: export it as the library of the store reads it (ckptfix "
-            "help stores)"
+            f"{scheme}://...@{authority.rpartition('@')[2]}: a URL must not contain a password, "
+            "because shells and logs keep it; next: export it as the store's library reads it "
+            "(ckptfix help stores)"
         )
     if scheme != "memory" and not authority:
-        raise UsageError(f"{escape(url)} names no bucket: expected {scheme}://BUCKET/PATH")
+        raise UsageError(f"{escape(url)} has no bucket (expected {scheme}://BUCKET/PATH)")
     if any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")) and rest:
         raise UsageError(
-            f"{escape(url)}: no folder has such a name ('//', '.' or '..' in it); next: leave that "
-            "out, or, where objects lie there, copy them to a path without it"
+            f"{escape(url)}: a path in a store cannot contain '//', '.' or '..'; next: leave that "
+            "out, or, if objects have such keys, copy them to a path without it"
         )
     # Half of a surrogate pair, or a byte that is not UTF-8: a request cannot hold it.
     if any("\ud800" <= character <= "\udfff" for character in rest):
@@ -429,8 +429,8 @@ class Store:
         if now is None or now.size != size:
             found = "no object" if now is None else f"{now.size} bytes"
             raise StoreError(
-                f"{self.name(key)}: the store took {size} bytes and now has {found}: the object is "
-                "not complete; next: run the same command again"
+                f"{self.name(key)}: the store accepted {size} bytes but now has {found}: the "
+                "object is not complete; next: run the same command again"
             )
         return now
 
@@ -614,7 +614,7 @@ class Store:
         now = None
         with suppress(StoreError):
             now = self.stat(key)
-        plain = {ABSENT: "no object", ANY: "the one that was just written"}
+        plain = {ABSENT: "no object", ANY: "the object that was just written"}
         what = plain[expected] if isinstance(expected, Expected) else f"ETag {expected}"
         found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
         return "deleted" if now is None else "wrote", f"expected {what}, found {found}"
@@ -649,9 +649,9 @@ class Store:
                 if attempt + 1 == patience.attempts:
                     seconds = time.monotonic() - began
                     raise StoreError(
-                        f"{self.name(key)}: the store did not answer {patience.attempts} times in "
-                        f"{seconds:.0f} s ({judged}), so the work could not finish; next: run the "
-                        "same command again later"
+                        f"{self.name(key)}: the store failed to answer {patience.attempts} times "
+                        f"in {seconds:.0f} s ({judged}), so the work could not finish; next: run "
+                        "the same command again later"
                     ) from error
             wait = min(patience.first_wait * 2**attempt, patience.longest_wait)
             time.sleep(wait * random.uniform(0.5, 1))

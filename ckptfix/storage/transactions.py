@@ -184,7 +184,7 @@ def undo(
     every = backend.transactions()
     numbers = [info.number for info in every if not is_elsewhere(backend.root, info)]
     if number not in numbers:
-        known = ", ".join(map(str, numbers)) or "there is none"
+        known = ", ".join(map(str, numbers)) or "none"
         raise UsageError(
             f"{backend.root}: there is no transaction {number} to undo (known: {known})"
         )

@@ -82,7 +82,7 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
         return _file(work.old(index, edit.previous))
 
     def missing(path: PurePosixPath) -> ChangedError:
-        return ChangedError(f"{work.root / path} is missing, and an undo needs its bytes")
+        return ChangedError(f"{work.root / path} is missing, and the undo needs its bytes")
 
     back = WayBack(find, kept, missing)
 
@@ -151,28 +151,30 @@ def _check_unchanged(
             continue
         if not left.same_content(now):
             sizes = (
-                f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
+                f"expected {left.size} bytes, found {now.size}; " if now.size != left.size else ""
             )
             raise ChangedError(
-                f"{root / path}: changed since repair {number}: {sizes}the sha256 of its ends is "
-                f"{now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
+                f"{root / path}: changed since repair {number} ({sizes}sha256 of its ends: "
+                f"expected {left.sha256[:12]}, found {now.sha256[:12]}); {_advice(root)}"
             )
         digest = samples_digest(full) if now.kind == "file" else ""
         if samples.get(path, digest) != digest:
             raise ChangedError(
-                f"{root / path}: changed since repair {number}: pages between its ends have "
-                f"another sha256 ({digest[:12]}, was {samples[path][:12]}); {_advice(root)}"
+                f"{root / path}: changed since repair {number} (sha256 of pages between its ends: "
+                f"expected {samples[path][:12]}, found {digest[:12]}); {_advice(root)}"
             )
         if now != left:
             any_time = True
             if digest and path not in samples:
-                unproven[path] = f"its time is {moment(now.mtime_ns)}, was {moment(left.mtime_ns)}"
+                unproven[path] = (
+                    f"its time changed from {moment(left.mtime_ns)} to {moment(now.mtime_ns)}"
+                )
     if unproven and not force:
         path, why = next(iter(unproven.items()))
         raise ChangedError(
             f"{root / path}: cannot be proven unchanged since repair {number}: {why}, and the "
             "journal, written by ckptfix 0.4.0 or older, has no digest of its bytes; nothing was "
-            "undone; if you know that only its time changed, as in a copy: "
+            "undone; if you know that only its time changed, as after a copy: "
             f"{command('undo', root, record.target, '--force')}"
         )
     return Allowed(any_time, tuple(unproven))
@@ -215,9 +217,9 @@ def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:
             continue
         if not is_whole:
             raise ChangedError(
-                f"{path}: {'is missing' if now is None else 'changed'}, and an undo needs it for "
-                f"{edit.path}: a copy may have left it out; nothing was undone; undo the folder "
-                f"that this one was copied from, or {forget(root)}"
+                f"{path}: {'is missing' if now is None else 'changed'}, and the undo needs it for "
+                f"{edit.path}: a copy may have left it out; nothing was undone; undo the repair in "
+                f"the folder that this one was copied from, or {forget(root)}"
             )
 
 
@@ -253,9 +255,9 @@ def _check_restored(root: Path, done: Path, number: int, record: TransactionReco
             }
             names = ", ".join(sorted(map(str, now)))
             raise ChangedError(
-                f"{names}: changed since repair {number}: the bytes that {path} had in common with "
-                f"it have another sha256, so that an undo would restore {path} with other bytes; "
-                f"nothing was undone; bring back {names} as the repair left it, then: "
+                f"{names}: changed since repair {number}: the sha256 of the bytes shared with "
+                f"{path} differs, so an undo would restore {path} with wrong bytes; nothing "
+                f"was undone; restore {names} as the repair left it, then: "
                 f"{command('undo', root, record.target)}; or {forget(root)}"
             )
         old = notes[rebuilt.place].old
@@ -292,13 +294,14 @@ def _check_space(root: Path, record: TransactionRecord) -> None:
         root
     ):  # where blocks are shared, a rebuilt file takes almost none
         raise OperationError(
-            f"{root}: an undo writes {human_size(needed)}, {human_size(free)} are free on this "
-            f"disk; free some, then: {command('undo', root, record.target)}"
+            f"{root}: the undo needs {human_size(needed)} of free space, but only "
+            f"{human_size(free)} is free on this disk; free up space, then: "
+            f"{command('undo', root, record.target)}"
         )
 
 
 def _advice(root: Path) -> str:
-    return f"nothing was undone; bring back what the repair left and undo again, or {forget(root)}"
+    return f"nothing was undone; restore what the repair left and undo again, or {forget(root)}"
 
 
 def _linked_size(root: Path, path: PurePosixPath) -> int:

@@ -199,17 +199,21 @@ def objects_replaced(place: Store, *, overwrite: bool) -> list[str]:
         return []  # begin_upload knows what the rest is
     if not overwrite:
         raise UsageError(
-            f"{place.name()} holds {count_of(len(there), 'object')}; choose another place, or "
-            "--overwrite"
+            f"{place.name()} already has {count_of(len(there), 'object')}; choose another path, or "
+            "add --overwrite"
         )
     changed = changed_since(place)
     if changed is not None:
         changed = [name for name in changed if name != MANIFEST]  # seal writes it
-    what = "it has no commit marker" if changed is None else f"changed since: {list_names(changed)}"
+    what = (
+        "it has no commit marker"
+        if changed is None
+        else f"changed since the upload: {list_names(changed)}"
+    )
     if commit is None or changed:
         raise UsageError(
-            f"{place.name()}: --overwrite replaces only what ckptfix uploaded, as it was then "
-            f"({what}); choose another place, or delete it yourself"
+            f"{place.name()}: --overwrite replaces only an unchanged upload of ckptfix ({what}); "
+            "choose another path, or delete it yourself"
         )
     return [*commit.objects, MANIFEST]
 
@@ -231,13 +235,13 @@ def staged_files(folder: Path) -> dict[str, int]:
             status = os.stat(folder / name)
         except OSError as error:
             is_broken = error.errno == errno.ENOENT and os.path.islink(folder / name)
-            why = "is a link to nothing" if is_broken else cause(folder / name, error)
+            why = "is a broken link" if is_broken else cause(folder / name, error)
         if why is None and not stat.S_ISREG(status.st_mode):
             why = "is not a file"
         if why is not None:
             raise OperationError(
-                f"{folder / name}: {why}, so an upload would lack it; nothing was uploaded; next: "
-                "make it a file or a folder of its own, or remove it"
+                f"{folder / name}: {why}, so it cannot be uploaded; nothing was uploaded; next: "
+                "replace it with a regular file or folder, or remove it"
             )
         found[name] = status.st_size
     for journal in (JOURNAL, *listing.journals):
@@ -320,7 +324,8 @@ def send(
             )
         if info.size != before.st_size:
             raise OperationError(
-                f"{place.name(key)}: {before.st_size} bytes were sent, and {info.size} are there"
+                f"{place.name(key)}: wrong size after the upload (expected {before.st_size} bytes, "
+                f"found {info.size})"
             )
         sent[name] = Uploaded(info.size, digest.hexdigest(), info.etag)
 
@@ -343,7 +348,7 @@ def finish_upload(
     """
     lacking = plan.files.keys() - sent.keys()
     if lacking:
-        raise OperationError(f"{place.name()}: {count_of(len(lacking), 'file')} were not uploaded")
+        raise OperationError(f"{place.name()}: the upload lacks {count_of(len(lacking), 'file')}")
     _compare(place, {plan.key(name): one for name, one in sent.items()})
     if not plan.is_direct:
         _ensure_as_seen(place, plan)
@@ -358,8 +363,8 @@ def finish_upload(
     begun = _parsed(place, UPLOAD, parse_begun)
     if begun is None or begun.upload != plan.upload:
         raise ChangedError(
-            f"{place.name()}: another upload to this place began meanwhile, so this one is not "
-            "committed; next: wait until it has ended, then upload again"
+            f"{place.name()}: another upload to this place started meanwhile, so this upload is "
+            "not committed; next: wait until the other one has ended, then upload again"
         )
     _put_record(place, COMMITTED, Commit(plan.upload, time.time(), sent).to_bytes())
     _sweep(place)
@@ -467,11 +472,14 @@ def not_uploaded(
     where = f"the complete checkpoint is in {folder}; next: {upload}"
     if len(parts) > 1:
         where = (
-            f"it lies in parts in {', '.join(parts)}; next: copy them all into {folder}, then: "
+            f"its parts are in {', '.join(parts)}; next: copy them all into {folder}, then: "
             f"{upload}"
         )
     why = str(error) or type(error).__name__
-    return f"{place.name()}: the upload stopped, so nothing there is committed: {why}; {where}"
+    return (
+        f"{place.name()}: the upload stopped, so the checkpoint there is not committed: {why}; "
+        f"{where}"
+    )
 
 
 def _say_begun(place: Store, plan: UploadPlan) -> None:
@@ -515,9 +523,9 @@ def _give_names(
             )
         except ChangedError as error:
             raise ChangedError(
-                f"{place.name(name)}: another program wrote this object while the names were being "
-                "replaced; it was left alone, and the next upload replaces it: copy it elsewhere "
-                "first if anybody needs it"
+                f"{place.name(name)}: another program wrote this object while the objects were "
+                "being replaced; it was left alone, but the next upload will replace it: copy it "
+                "elsewhere first if anybody needs it"
             ) from error
         named[name] = sent[name]._replace(etag=info.etag)
 
@@ -574,9 +582,9 @@ def _compare(place: Store, expected: Mapping[str, Uploaded]) -> None:
                 else f"{human_size(found.size)}, ETag {found.etag or 'none'}"
             )
             raise ChangedError(
-                f"{place.name(key)}: {human_size(one.size)} with ETag {one.etag or 'none'} were "
-                f"uploaded, and now {have} is there: another program writes to this place; next: "
-                "upload again when it has ended"
+                f"{place.name(key)}: another program is writing to this place (expected "
+                f"{human_size(one.size)}, ETag {one.etag or 'none'}; found {have}); next: wait "
+                "until it has ended, then upload again"
             )
 
 

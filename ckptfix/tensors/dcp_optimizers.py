@@ -200,7 +200,7 @@ def _put(into: dict[str | int, Any], path: Steps, value: Any) -> None:
         inner = into.setdefault(step, {})
         if not isinstance(inner, dict):
             raise FormatError(
-                f"the item {_dotted(path)!r:.200} lies in {step!r:.80}, which is another item"
+                f"the item {_dotted(path)!r:.200} is inside {step!r:.80}, which is itself an item"
             )
         into = inner
     into[path[-1]] = value
@@ -215,7 +215,7 @@ def _unflattened(values: Sequence[tuple[str, Steps, Any]]) -> dict[str, Any]:
     for key, rest, value in values:
         parts = flattened_parts(key, known)
         if parts is None:
-            raise FormatError(f"{key!r:.200} is of no parameter that a param group has")
+            raise FormatError(f"{key!r:.200} belongs to no parameter of a param group")
         begin, name, end = parts
         into = states.setdefault(name, {}) if begin == f"{STATE}." else options[name]
         _put(into, (end[1:], *rest), value)

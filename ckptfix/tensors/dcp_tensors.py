@@ -87,9 +87,10 @@ def dcp_weights(root: AnyPath, where: PurePosixPath, index: int) -> Weights:
     metadata = read_metadata_of(folder)
     model = model_names(metadata)
     if model is None:
+        others = ", ".join(keys_beside(metadata, {}))
+        only = f", only {others}" if others else ""
         raise OperationError(
-            f"{folder}: a DCP checkpoint that holds no weights of a model, only "
-            f"{', '.join(keys_beside(metadata, {})) or 'nothing'}; next: {_check(folder)}"
+            f"{folder}: the DCP checkpoint has no model weights{only}; next: {_check(folder)}"
         )
     for problem in dcp_problems(metadata):
         if problem.fqn in model.names:
@@ -163,13 +164,14 @@ def _unfinished(names: tuple[str, ...]) -> str:
     if any(name.endswith(METADATA_NAME) for name in names):
         return (
             "each rank has its own metadata "
-            f"({next(n for n in names if n.endswith(METADATA_NAME))}), as a save without "
-            "collectives leaves it; which is not read: load it with torch.distributed.checkpoint"
+            f"({next(n for n in names if n.endswith(METADATA_NAME))}), as after a save without "
+            "collectives; ckptfix does not read such a checkpoint: load it with "
+            "torch.distributed.checkpoint"
         )
     state = "unfinished" if METADATA_UNFINISHED in names else "missing"
     return (
-        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, next to "
-        f"{data} {DATA_SUFFIX} files"
+        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state} (found "
+        f"{count_of(data, f'{DATA_SUFFIX} file')})"
     )
 
 
@@ -246,8 +248,8 @@ class DcpLayouts:
         for (path, offset, length, one), (other_path, other_offset, _, other) in pairwise(places):
             if path == other_path and offset + length > other_offset:
                 raise OperationError(
-                    f"{path}: the chunks of {tensor.fqn!r} at {list(one)} and at {list(other)} lie "
-                    f"in the same bytes, from byte {other_offset} on; next: "
+                    f"{path}: the chunks of {tensor.fqn!r} at {list(one)} and {list(other)} share "
+                    f"bytes of the file, from byte {other_offset} on; next: "
                     f"{_check(self._folder)}"
                 )
 
@@ -277,8 +279,8 @@ class DcpLayouts:
                 item = self._stored.get((tensor.fqn, chunk.offsets))
                 if item is None:
                     raise OperationError(
-                        f"{self._folder}: no place is recorded for a chunk of {tensor.fqn!r:.200}; "
-                        f"next: {_check(self._folder)}"
+                        f"{self._folder}: no location is recorded for a chunk of "
+                        f"{tensor.fqn!r:.200}; next: {_check(self._folder)}"
                     )
                 wanted.setdefault(item.path, []).append((item, tensor, chunk))
         saved: dict[tuple[str, tuple[int, ...]], SavedTensor] = {}
@@ -310,14 +312,14 @@ class DcpLayouts:
             saved = items.tensor(item, chunk.lengths)
         except FormatError as error:
             raise OperationError(
-                f"{path}: the chunk of {tensor.fqn!r} at {list(chunk.offsets)}, {item.length} "
-                f"bytes from byte {item.offset}: {error}; next: {_check(self._folder)}"
+                f"{path}: the chunk of {tensor.fqn!r} at {list(chunk.offsets)} ({item.length} "
+                f"bytes from byte {item.offset}): {error}; next: {_check(self._folder)}"
             ) from error
         if (saved.dtype, saved.shape) != (tensor.dtype, chunk.lengths):
             raise OperationError(
-                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} is {saved.dtype} of "
-                f"{list(saved.shape)}, the metadata says {tensor.dtype} of {list(chunk.lengths)}; "
-                f"next: {_check(self._folder)}"
+                f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} differs from the "
+                f"metadata (expected {tensor.dtype} {list(chunk.lengths)}, found {saved.dtype} "
+                f"{list(saved.shape)}); next: {_check(self._folder)}"
             )
         if (
             saved.run is None
@@ -326,7 +328,7 @@ class DcpLayouts:
             raise OperationError(
                 f"{path}: the chunk of {tensor.fqn!r} at byte {item.offset} has "
                 f"{prod(saved.shape)} elements in a storage of {saved.storage[1]} bytes, which no "
-                f"DCP writer leaves; next: {_check(self._folder)}"
+                f"DCP writer produces; next: {_check(self._folder)}"
             )
         return saved
 
@@ -369,7 +371,7 @@ def intact_tensors(folder: AnyPath) -> tuple[tuple[StoredTensor, ...], dict[str,
     metadata = read_metadata_of(folder)
     model = model_names(metadata)
     if model is None:
-        raise OperationError(f"{folder}: a DCP checkpoint that holds no weights of a model")
+        raise OperationError(f"{folder}: the DCP checkpoint has no model weights")
     reasons = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
     found: list[StoredTensor] = []
     lost = dict.fromkeys(model.names.values(), "it is not a tensor")
@@ -379,7 +381,7 @@ def intact_tensors(folder: AnyPath) -> tuple[tuple[StoredTensor, ...], dict[str,
             continue
         if tensor.fqn in reasons or tensor.dtype is None:
             lost[name] = reasons.get(
-                tensor.fqn, f"it is of {tensor.torch_dtype}, which has no name here"
+                tensor.fqn, f"ckptfix does not read its dtype, torch.{tensor.torch_dtype}"
             )
             continue
         try:

@@ -44,8 +44,8 @@ def deepspeed_weights(
             {one.dtype for one in models[0].module.values() if one.dtype.startswith(("F", "BF"))}
         )
         raise OperationError(
-            f"{files.folder}: ZeRO-3 stores its weights in fp32 alone (the training had them in "
-            f"{', '.join(dtypes)}); next: name the dtype, as in --dtype bf16"
+            f"{files.folder}: ZeRO-3 stores the weights in fp32 only (training used "
+            f"{', '.join(dtypes)}); next: name the dtype, for example --dtype bf16"
         )
     placed: Mapping[str, StoredTensor] = {}
     universal: list[UniversalFile] = []
@@ -118,8 +118,8 @@ def _named(
             ties[name] = tied
         elif by_rank and 0 in stored.shape and name not in model.buffers:
             raise OperationError(
-                f"{model.path}: the parameter {name!r} is in no partition: it was frozen, and left "
-                "out of the save; next: take it from the model that the training began with"
+                f"{model.path}: the parameter {name!r} is not in any partition: it was frozen and "
+                "left out of the save; next: take it from the model that training started from"
             )
         else:
             found[name] = stored
@@ -127,7 +127,7 @@ def _named(
     for name, kept in [(name, kept) for name, kept in ties.items() if kept not in found]:
         if not model.leaves_frozen_out:
             raise OperationError(
-                f"{model.path}: {name!r} is tied to {kept!r}, which is not there; {AGAIN}"
+                f"{model.path}: {name!r} is tied to {kept!r}, which is missing; {AGAIN}"
             )
         # With exclude_frozen_parameters DeepSpeed takes a tied weight out of the module under its
         # first name alone, and zero_to_fp32 passes over such a tie (0.19; the Trainer saves

@@ -106,7 +106,7 @@ def dcp_state_files(
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedFormat(
-                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
+                f"{tensor.fqn!r} has dtype {tensor.dtype}, which torch.save cannot write"
             )
     files = []
     with paused_gc():
@@ -134,7 +134,8 @@ def dcp_state_files(
         metadata = _MetadataWriter().write(named)
     if len(metadata) > MAX_METADATA:
         raise UnsupportedFormat(
-            f"its {METADATA_NAME} takes {len(metadata)} bytes, {MAX_METADATA} are read back at most"
+            f"its {METADATA_NAME} takes {len(metadata)} bytes, but at most {MAX_METADATA} can be "
+            "read back"
         )
     return (*files, OutputFile(path=folder / METADATA_NAME, parts=(Literal(metadata),)))
 

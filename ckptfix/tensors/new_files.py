@@ -202,16 +202,16 @@ def _header(
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise UnsupportedFormat(
-                f"{tensor.fqn!r} is of {tensor.dtype}, which safetensors does not have"
+                f"{tensor.fqn!r} has dtype {tensor.dtype}, which safetensors does not have"
             )
         if tensor.fqn == METADATA_KEY:
             raise UnsupportedFormat(
-                f"a tensor is called {METADATA_KEY!r}, which safetensors keeps for itself"
+                f"a tensor is named {METADATA_KEY!r}, which safetensors reserves"
             )
     for name in ("format", LISTED):
         if name in ties:
             raise UnsupportedFormat(
-                f"a tied tensor is called {name!r}, which safetensors files need for itself"
+                f"a tied tensor is named {name!r}, which is reserved in safetensors files"
             )
     ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.fqn))
     document: dict[str, Any] = {
@@ -233,11 +233,11 @@ def _header(
         data = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise UnsupportedFormat(
-            "a name holds half of a surrogate pair, which no safetensors header can"
+            "a name has an unpaired surrogate, which a safetensors header cannot store"
         ) from None
     data += b" " * (-len(data) % 8)
     if len(data) > MAX_HEADER:
         raise UnsupportedFormat(
-            f"the header takes {len(data)} bytes, safetensors allows {MAX_HEADER}; use shards"
+            f"the header takes {len(data)} bytes, but safetensors allows {MAX_HEADER}; use shards"
         )
     return struct.pack("<Q", len(data)) + data, ordered

@@ -88,8 +88,8 @@ def _flatten(path: StatePath, value: Any, flat: dict[StatePath, Any]) -> None:
             _flatten((*path, number), inner, flat)
     elif type(value) is tuple and _has_tensor(value):
         raise UnsupportedFormat(
-            f"{'.'.join(map(str, path))}: tensors in a tuple, which is not an item of a DCP "
-            "folder; next: migrate to ddp or fsdp-full"
+            f"{'.'.join(map(str, path))}: a DCP folder cannot store tensors in a tuple; next: "
+            "migrate to ddp or fsdp-full"
         )
     else:
         flat[path] = value

@@ -289,8 +289,8 @@ class PickleWriter:
         data = value.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT:
             raise UnsupportedFormat(
-                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, {MAX_TEXT} are "
-                "read back at most"
+                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, but at most "
+                f"{MAX_TEXT} can be read back"
             )
         is_short = self._is_new and len(data) < 256
         self._data += b"\x8c" + pack("<B", len(data)) if is_short else b"X" + pack("<I", len(data))
@@ -308,7 +308,9 @@ class PickleWriter:
         else:
             length = (value if value >= 0 else ~value).bit_length() // 8 + 1
             if length > 0xFF:
-                raise UnsupportedFormat(f"an integer of {length} bytes in a pickle")
+                raise UnsupportedFormat(
+                    f"ckptfix cannot write an integer of {length} bytes to a pickle (limit: 255)"
+                )
             self._data += (
                 b"\x8a" + pack("<B", length) + value.to_bytes(length, "little", signed=True)
             )
@@ -400,9 +402,7 @@ class PickleWriter:
                 self.value(value.state)
                 self._data += BUILD
         else:
-            raise TypeError(
-                f"a {type(value).__name__} has no place in a pickle that is written here"
-            )
+            raise TypeError(f"ckptfix cannot write a {type(value).__name__} to a pickle")
 
     def _entries(self, items: Mapping[Any, Any], *, exact: bool) -> None:
         def pair(entry: tuple[Any, Any]) -> None:
@@ -510,7 +510,7 @@ def _ensure_torch_has(tensors: Iterable[NewTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedFormat(
-                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
+                f"{tensor.fqn!r} has dtype {tensor.dtype}, which torch.save cannot write"
             )
 
 
@@ -520,8 +520,8 @@ def _archived(name: PurePosixPath, data: bytes, tensors: Sequence[NewTensor]) ->
     """
     if len(data) > MAX_PICKLE:
         raise UnsupportedFormat(
-            f"the pickle of {name} takes {len(data)} bytes, {MAX_PICKLE} are read back at most; "
-            "use shards"
+            f"the pickle of {name} takes {len(data)} bytes, but at most {MAX_PICKLE} can be read "
+            "back; use shards"
         )
     return OutputFile(
         path=name, parts=tuple(zip_parts(archive_records(_root(name.stem), data, tensors)))

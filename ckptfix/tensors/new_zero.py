@@ -222,9 +222,9 @@ class _Plan:
             and guessed
         ):
             self.notes.append(
-                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for "
-                "frozen parameters; ZeRO-3 does not load one that is a buffer; next, where it "
-                "does not: --model MODULE:FACTORY"
+                f"{weights.label}: {list_names(guessed)}: in no param group, so treated as frozen "
+                "parameters; ZeRO-3 does not load one that is really a buffer; next, in that "
+                "case: --model MODULE:FACTORY"
             )
 
     # What is refused, and what is said
@@ -234,8 +234,8 @@ class _Plan:
         unknown = sorted(set(names) - set(self._named))
         if unknown:
             raise OperationError(
-                f"{self._state.label}: {list_names(unknown)}: in the optimizer, and not in the "
-                "model; next: take both from one checkpoint"
+                f"{self._state.label}: {list_names(unknown)}: in the optimizer but not in the "
+                "model; next: take both from the same checkpoint"
             )
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -253,9 +253,9 @@ class _Plan:
             if not unread:
                 found[key] = value
             self.notes += [
-                f"{self._state.label}: {name!r} of its model states, {kind}, is left out: only its "
-                "pickle can make it; next, where the script needs it: torch.load it from the old "
-                "checkpoint"
+                f"{self._state.label}: {name!r} of its model states ({kind}) is left out: only "
+                "unpickling can rebuild it; next, if the script needs it: torch.load it from the "
+                "old checkpoint"
                 for name, kind in unread.items()
             ]
         return found
@@ -277,22 +277,22 @@ class _Plan:
                 shared[key] = self._common(number, key, held)
         if self._strategy is Strategy.UNIVERSAL and (homeless := sorted(shared.keys() - {STEP})):
             raise OperationError(
-                f"{self._state.label}: {list_names(homeless)}: one number for a whole parameter, "
-                "and a universal checkpoint has a place for none but step; next: --to zero1, "
+                f"{self._state.label}: {list_names(homeless)}: one number per parameter, but step "
+                "is the only such state that a universal checkpoint can store; next: --to zero1, "
                 "zero2, zero3, ddp, fsdp or fsdp-full"
             )
         without = [name for name in names if keys and not held[name]]
         if without:
             self.notes.append(
-                f"{self._state.label}: {count_of(len(without), 'parameter')} without moments, "
-                f"{list_names(without)}: ZeRO keeps those of a param group together, so they get "
-                "zeros and the step of the others; next, where the script freezes them: --frozen "
-                "REGEX"
+                f"{self._state.label}: {count_of(len(without), 'parameter')} without moments "
+                f"({list_names(without)}): ZeRO stores the moments of a param group together, so "
+                "these get zeros and the step of the others; next, if the script freezes any of "
+                "these: --frozen REGEX"
             )
         if not names and self._strategy in (Strategy.ZERO1, Strategy.ZERO2):
             raise OperationError(
-                f"{self._state.label}: param group {number} has no parameter that is trained, with "
-                "which DeepSpeed does not start; next: leave the group out of the script"
+                f"{self._state.label}: param group {number} has no trained parameters, so "
+                "DeepSpeed does not start; next: remove the group from the script"
             )
         return _Group(options=group.options, shapes=shapes, moments=tuple(moments), shared=shared)
 
@@ -305,24 +305,20 @@ class _Plan:
             if value is None and key not in states:
                 if key not in ZERO_AT_FIRST:
                     raise OperationError(
-                        f"{label}: not in the optimizer, and it does not begin with zeros; ZeRO "
-                        "needs it for every parameter of a group"
+                        f"{label}: missing from the optimizer, and its initial value is not zero; "
+                        "ZeRO needs it for every parameter of a group"
                     )
             elif not isinstance(value, StoredTensor) or value.shape != shapes[name]:
-                have = (
-                    f"the shape {list(value.shape)}"
-                    if isinstance(value, StoredTensor)
-                    else "no tensor"
-                )
+                have = list(value.shape) if isinstance(value, StoredTensor) else "no tensor"
                 raise OperationError(
-                    f"{label}: {have}, and the parameter {list(shapes[name])}: ZeRO cuts states as "
-                    "it cuts parameters (8-bit optimizers, Adafactor and Shampoo have others); "
-                    "next: --to ddp, fsdp or fsdp-full"
+                    f"{label}: its shape is not its parameter's (expected {list(shapes[name])}, "
+                    f"found {have}); ZeRO partitions states like parameters, but 8-bit optimizers, "
+                    "Adafactor and Shampoo have other shapes; next: --to ddp, fsdp or fsdp-full"
                 )
             elif value.dtype not in _EXACT:
                 raise OperationError(
-                    f"{label}: of {value.dtype}, and ZeRO keeps states in fp32; next: --to ddp, "
-                    "fsdp or fsdp-full"
+                    f"{label}: its dtype is {value.dtype}, but ZeRO keeps states in fp32; next: "
+                    "--to ddp, fsdp or fsdp-full"
                 )
 
     def _common(
@@ -337,8 +333,8 @@ class _Plan:
             if self._scalar(other) != self._scalar(value):
                 raise OperationError(
                     f"{self._state.label}: param group {number}: {key} is {self._scalar(value)} "
-                    f"for {first} and {self._scalar(other)} for {name}, and ZeRO keeps one {key} "
-                    "for a group; next: --to ddp, fsdp or fsdp-full"
+                    f"for {first} and {self._scalar(other)} for {name}, but ZeRO keeps one {key} "
+                    "per group; next: --to ddp, fsdp or fsdp-full"
                 )
         if key == STEP and isinstance(value, StoredTensor) and prod(value.shape) == 1:
             return value._replace(shape=())  # torch 1 counted in a tensor of one dimension
@@ -348,8 +344,8 @@ class _Plan:
         dtypes = sorted({self._named[name].dtype for name in self._trained} & _FLOATS)
         if len(dtypes) > 1:
             raise OperationError(
-                f"{self._weights.label}: weights of several dtypes ({', '.join(dtypes)}), and "
-                "DeepSpeed trains in one; next: name it, as in --dtype bf16"
+                f"{self._weights.label}: its weights have several dtypes ({', '.join(dtypes)}), "
+                "but DeepSpeed trains in one; next: name it, for example --dtype bf16"
             )
         return dtypes[0] if dtypes else _MASTER
 
@@ -595,8 +591,8 @@ class _Plan:
             return stored.layout
         if stored.dtype not in _FLOATS:
             raise OperationError(
-                f"{self._weights.label}: {name!r} is of {stored.dtype}, of which ZeRO trains no "
-                "parameter; next: --to ddp, fsdp or fsdp-full"
+                f"{self._weights.label}: {name!r} has dtype {stored.dtype}, which ZeRO cannot "
+                "train; next: --to ddp, fsdp or fsdp-full"
             )
         return Converted(stored.layout, stored.dtype, _MASTER)
 
@@ -619,7 +615,7 @@ class _Plan:
         if before == self._dtype and all(key in extra for key in _SCALERS):
             scaler = {key: self._placed(extra[key], key) for key in _SCALERS}
         elif self._dtype == "F16":
-            self.notes.append(f"{self._state.label}: fp16 begins with a new loss scale, of 65536")
+            self.notes.append(f"{self._state.label}: fp16 starts with a new loss scale of 65536")
             scaler = {LOSS_SCALER: dynamic_scaler(), DYNAMIC_SCALE: True}
         else:
             scaler = {LOSS_SCALER: _SCALER, DYNAMIC_SCALE: False}
@@ -643,8 +639,9 @@ class _Plan:
         why = self._not_for_zero3()
         if why:
             self.notes.append(
-                f"{self._state.label}: {why}: the universal checkpoint is for ZeRO-1 and 2, and "
-                "ZeRO-3 stops with KeyError: 'optimizer_state_dict'; for ZeRO-3 use --to zero3"
+                f"{self._state.label}: {why}: the universal checkpoint works with ZeRO-1 and "
+                "ZeRO-2 only; ZeRO-3 fails with KeyError: 'optimizer_state_dict'; for ZeRO-3, use "
+                "--to zero3"
             )
         else:
             first = {
@@ -659,9 +656,9 @@ class _Plan:
         kept = [*self._frozen, *sorted(self._buffers)]
         if kept:
             self.notes.append(
-                f"{self._weights.label}: DeepSpeed takes no buffers and no frozen parameters out "
-                f"of a universal checkpoint, {list_names(kept)}; the script must load them "
-                "itself, before it prepares the model"
+                f"{self._weights.label}: DeepSpeed loads no buffers or frozen parameters from a "
+                f"universal checkpoint ({list_names(kept)}); the script must load them itself "
+                "before it prepares the model"
             )
 
     def _ensure_folders(self) -> None:
@@ -671,9 +668,9 @@ class _Plan:
         for name in self._trained:
             if not _is_folder(name):
                 raise OperationError(
-                    f"{self._state.label}: {name!r:.200}: a universal checkpoint has a folder for "
-                    "each parameter, and no folder can have this name; next: --to zero1, zero2, "
-                    "zero3, ddp, fsdp or fsdp-full"
+                    f"{self._state.label}: {name!r:.200}: a universal checkpoint has a folder per "
+                    "parameter, but no folder can have this name; next: --to zero1, zero2, zero3, "
+                    "ddp, fsdp or fsdp-full"
                 )
 
     def _not_for_zero3(self) -> str | None:
@@ -685,14 +682,14 @@ class _Plan:
             for key in {**first, **one}:
                 if self._scalar(first.get(key)) != self._scalar(one.get(key)):
                     return (
-                        f"{key} differs between param groups, and ZeRO-3 would take that of group "
-                        "0 for all"
+                        f"{key} differs between param groups, but ZeRO-3 would use the value of "
+                        "group 0 for all"
                     )
         if isinstance(self._groups[0].shared.get(STEP), StoredTensor) and (
             others or sum(map(prod, self._trained.values())) > SUB_GROUP_SIZE
         ):
             return (
-                "ZeRO-3 would give all its sub-groups one step tensor, which each of them counts up"
+                "all sub-groups of ZeRO-3 would share one step tensor, and each would increment it"
             )
         return None
 

@@ -140,8 +140,8 @@ def _one_file(path: AnyPath, *, lone_shard: bool) -> StoredCheckpoint:
         component.name.is_of_parts for component in folder.components if not is_index
     ):
         raise OperationError(
-            f"{path}: the file has one rank's parts of tensors; name its folder, with the files of "
-            "all ranks"
+            f"{path}: the file has only one rank's parts of the tensors; name the folder with the "
+            "files of all ranks"
         )
     if lone_shard and not is_index:
         folder = replace(folder, components=tuple(map(_by_itself, folder.components)))
@@ -149,7 +149,7 @@ def _one_file(path: AnyPath, *, lone_shard: bool) -> StoredCheckpoint:
     entries = [one for one in found if not is_index or one.label == path.name]
     if not entries:
         why = _unsupported(folder) or f"next: {command('check', path)}"
-        raise UsageError(f"{path} holds no weights of a model; {why}")
+        raise UsageError(f"{path} has no model weights; {why}")
     return StoredCheckpoint(
         root=folder.root, only=path.name, weights=_all_readable(folder, entries, path)
     )
@@ -159,10 +159,10 @@ def _folder(root: AnyPath, *, original: bool) -> StoredCheckpoint:
     folder, found = _opened(root, original=original, depth=0)
     if not found.weights:
         if not (folder.components or folder.subfolders):
-            raise UsageError(f"{root} holds no weights of a model: {folder.instead}")
+            raise UsageError(f"{root} has no model weights: {folder.instead}")
         below = ("--recursive",) if folder.subfolders and not folder.components else ()
         why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
-        raise UsageError(f"{root} holds no weights of a model; {why}")
+        raise UsageError(f"{root} has no model weights; {why}")
     return found
 
 

@@ -73,7 +73,7 @@ class PickledValues:
         self._left -= 1
         if self._left < 0:
             raise FormatError(
-                "the pickle refers to the same values again and again, as torch never writes it"
+                "the pickle refers to the same values over and over, which torch never does"
             )
         kind = type(value)
         if kind is Text:
@@ -83,7 +83,7 @@ class PickledValues:
         if kind is int and value.bit_length() < _LONGEST_NUMBER:
             return value
         if depth > _DEEPEST:
-            return Unread(f"a value nested more than {_DEEPEST} deep")
+            return Unread(f"a value nested more than {_DEEPEST} levels deep")
         if kind is tuple:
             return tuple(
                 [self.value(one, _below(name, place), depth + 1) for place, one in enumerate(value)]
@@ -133,7 +133,7 @@ class PickledValues:
         for key, value in pairs(node):
             word = self.value(key, name, depth)
             if word is not None and type(word) not in (str, int, float, bool):
-                return Unread("a dict with keys that are neither text nor numbers")
+                return Unread("a dict with keys that are neither strings nor numbers")
             found[word] = self.value(value, _below(name, word), depth)
         return found
 
@@ -188,7 +188,7 @@ def optimizer_state(
         or not isinstance(value.get(STATE), dict)
     ):
         raise FormatError(
-            f"it holds no state of an optimizer: a dict with {STATE!r} and {GROUPS!r} is needed"
+            f"it is not an optimizer state dict (expected a dict with {STATE!r} and {GROUPS!r})"
         )
     unfit: dict[str, str] = {}
     extra = {_text(key): one for key, one in value.items() if key not in (STATE, GROUPS)}
@@ -209,7 +209,7 @@ def optimizer_state(
         if not (type(key) is str if is_named else is_number) or not isinstance(state, dict):
             # Of the optimizer itself, and not of a parameter.
             extra[f"{STATE}.{_text(key)}"] = state
-            unfit[f"{STATE}.{_text(key)}"] = "not a state of a parameter"
+            unfit[f"{STATE}.{_text(key)}"] = "not the state of a parameter"
             continue
         states[str(key)] = dict(_flattened(str(key), state, unfit))
     groups = tuple(
@@ -243,7 +243,7 @@ def _members(number: int, group: Any) -> tuple[str | int, ...]:
     ):
         raise FormatError(f"the parameters of param group {number} are neither numbers nor names")
     if len({type(one) for one in members}) > 1:
-        raise FormatError(f"the parameters of param group {number} are numbers and names")
+        raise FormatError(f"the parameters of param group {number} mix numbers and names")
     return tuple(members)
 
 
@@ -295,7 +295,7 @@ def _ensure_whole_parameters(names: list[str]) -> None:
 def flat_parameter(name: str) -> str:
     """Say why a flat parameter is not read."""
     return (
-        f"{name!r:.200} is a flat parameter of FSDP1, made of several parameters, and nothing in "
-        "the checkpoint says where each of them lies in it; save it again with "
+        f"{name!r:.200} is an FSDP1 flat parameter: it joins several parameters, and the "
+        "checkpoint does not record where each of them is; save it again with "
         "state_dict_type='SHARDED_STATE_DICT'"
     )

@@ -159,10 +159,10 @@ class OptimizerState(Brief, Struct, frozen=True, kw_only=True):
             return self
         if unknown := kind.keys() - ZERO_AT_FIRST:
             raise OperationError(
-                f"{self.label}: {count_of(len(lacking), 'parameter')} without states, "
-                f"{list_names(lacking)}, and it is not known with which "
-                f"{list_names(sorted(unknown))} they would begin; next: take a step in which "
-                "every parameter gets a gradient, save again, or migrate to ddp"
+                f"{self.label}: {count_of(len(lacking), 'parameter')} without states "
+                f"({list_names(lacking)}), and the initial value of {list_names(sorted(unknown))} "
+                "is unknown; next: take a step in which every parameter gets a gradient and save "
+                "again, or migrate to ddp"
             )
         started = {
             name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()}

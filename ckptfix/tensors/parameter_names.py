@@ -97,11 +97,11 @@ def name_parameters(
         return state
     left = [one for one in parameters if frozen is None or not frozen.search(one.name)]
     if frozen is not None and len(left) == len(parameters):
-        raise UsageError(f"--frozen {frozen.pattern!r}: no parameter of the model has such a name")
+        raise UsageError(f"--frozen {frozen.pattern!r} matches no parameter of the model")
     numbers = [number for group in state.groups for number in group.names]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number, count in Counter(numbers).items() if count > 1)
-        raise OperationError(f"{state.label}: two param groups have parameter {twice}")
+        raise OperationError(f"{state.label}: parameter {twice} is in two param groups")
     shapes = [
         [shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups
     ]
@@ -115,7 +115,7 @@ def name_parameters(
     if len(fitting) > 1:
         models = ", ".join(str(own[0].model) for own, _ in fitting)
         raise OperationError(
-            f"{state.label}: its parameters agree with those of models {models} in order and "
+            f"{state.label}: its parameters match models {models} equally well in order and "
             "shapes; help: --model MODULE:FACTORY with a factory that returns the models and "
             "their optimizers"
         )
@@ -156,8 +156,8 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
         )
     if len(models := sorted({parameter.model for parameter in every})) > 1:
         raise OperationError(
-            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; only an "
-            "optimizer of one model can be named by that model's keys"
+            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; ckptfix "
+            "can only name the parameters of an optimizer for one model"
         )
     names: dict[str, str] = {}
     for group, own in zip(state.groups, parameters, strict=True):
@@ -171,7 +171,7 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
                 )
     if len(set(names.values())) < len(names):
         twice = next(name for name, count in Counter(names.values()).items() if count > 1)
-        raise OperationError(f"{state.label}: two of its parameters are {twice}")
+        raise OperationError(f"{state.label}: two of its parameters have the name {twice}")
     return replace(state.named(names), model=models[0] if models else state.index)
 
 
@@ -207,9 +207,9 @@ def ordered_as(
         wanted = [ties.get(one.name, one.name) for one in here]
         if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
             raise OperationError(
-                f"{state.label}: the optimizer of --model has other parameters in its "
-                f"{count_of(len(groups), 'group')} than the {len(state.groups)} here; next: let "
-                "the factory make it as the run did"
+                f"{state.label}: its {count_of(len(state.groups), 'param group')} and the "
+                f"{len(groups)} of the optimizer from --model have different parameters; next: "
+                "make the optimizer in the factory as the run did"
             )
         ordered.append(replace(group, names=tuple(own.get(name, name) for name in wanted)))
     return replace(state, groups=tuple(ordered))
@@ -375,21 +375,19 @@ def _refused(
     numbers = count_of(sum(map(len, groups)), "parameter")
     if found.count == 0:
         return (
-            f"{_impossible(groups, parameters)}; help: give the model of this run by --model "
-            "MODULE:FACTORY, with a factory that returns all its models, and their optimizers"
+            f"{_impossible(groups, parameters)}; help: name the model of this run with --model "
+            "MODULE:FACTORY; the factory returns all its models and their optimizers"
         )
     if found.count is None:
-        why = (
-            f"too many assignments of its {numbers} to names agree with their shapes to be counted"
-        )
+        why = f"its {numbers} can be assigned to names by shape in too many ways to count"
         if alike := _alike(groups):
             why += f": param groups {alike[0]} and {alike[1]} have the same shapes"
     else:
         many = f"more than {_LARGEST:,}" if found.count > _LARGEST else f"{found.count:,}"
         names = list_names([parameters[place].name for place in found.doubtful])
         why = (
-            f"{many} assignments of its {numbers} to names agree with their shapes (expected 1); "
-            f"exchangeable are {names}"
+            f"its {numbers} can be assigned to names by shape in {many} ways (expected 1); "
+            f"interchangeable: {names}"
         )
     return f"{why}; help: {_decides(groups, parameters, is_told=is_told)}"
 
@@ -403,7 +401,8 @@ def _decides(
     if more <= 0:
         return optimizer
     lacking = (
-        f"the {'parameter' if more == 1 else count_of(more, 'parameter')} that the optimizer lacks"
+        f"the {'parameter' if more == 1 else count_of(more, 'parameter')} missing from the "
+        "optimizer"
     )
     if is_told or any(one.trainable is False for one in parameters):
         return f"--frozen REGEX that matches {lacking}, or {optimizer}"
@@ -417,16 +416,16 @@ def _impossible(groups: Sequence[Sequence[Shape | None]], parameters: Sequence[P
     """Return in words why no assignment agrees."""
     total = sum(map(len, groups))
     if total > len(parameters):
-        return f"it has {count_of(total, 'parameter')}, and the model {len(parameters)}"
+        return f"it has {count_of(total, 'parameter')}, but the model has {len(parameters)}"
     supply = Counter(one.shape for one in parameters if one.trainable is not False)
     demand = Counter(shape for group in groups for shape in group if shape is not None)
     for shape, count in demand.items():
         if count > supply[shape]:
             return (
-                f"{count_of(count, 'parameter')} of it {'has' if count == 1 else 'have'} moments "
-                f"of shape {list(shape)}, and the model trains {supply[shape]} of that shape"
+                f"{count} of its parameters {'has' if count == 1 else 'have'} moments of shape "
+                f"{list(shape)}, but the model trains {supply[shape]} of that shape"
             )
-    return "its parameters are not in the order of the model's, by their shapes"
+    return "judging by shapes, its parameters are not in the model's order"
 
 
 def _alike(groups: Sequence[Sequence[Shape | None]]) -> tuple[int, int] | None:

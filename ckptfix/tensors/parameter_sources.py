@@ -41,7 +41,7 @@ _BEGIN = (
     "main(sys.argv[1])"
 )
 
-_HELP = "help: give the model of this run by --model MODULE:FACTORY"
+_HELP = "help: name the model of this run with --model MODULE:FACTORY"
 
 RecordedName = tuple[int | None, str]
 """The position of a parameter's model, None where it is not recorded, and the parameter's name."""
@@ -149,7 +149,8 @@ def models_of_run(root: AnyPath, model: str | Factory | None, keys: "_Keys") -> 
         if model is not None:
             raise UsageError(why)
         raise OperationError(
-            f"{root}: its optimizer numbers parameters, and nothing names them: {why}; {_HELP}"
+            f"{root}: its optimizer numbers the parameters, and their names are unknown: {why}; "
+            f"{_HELP}"
         )
     return _read(found, f"the factory {model}" if model is not None else "config.json", keys)
 
@@ -183,8 +184,8 @@ def described(made: Any, shown: str) -> dict[str, Any]:
     groups = [[list(map(id, group["params"])) for group in of_one] for of_one in optimizers]
     if any(one not in places for of_one in groups for group in of_one for one in group):
         raise UsageError(
-            f"the factory {shown} returned an optimizer with parameters of no model that it "
-            "returned"
+            f"the factory {shown} returned an optimizer with parameters that are in none of the "
+            "returned models"
         )
     return {
         "parameters": parameters,
@@ -263,7 +264,7 @@ class _Keys:
         best = [model for model, count in counts.items() if count == max(counts.values())]
         if len(best) > 1:
             raise OperationError(
-                f"models {', '.join(map(str, best))} have parameters of the same names"
+                f"models {', '.join(map(str, best))} have parameters with the same names"
             )
         return best[0]
 
@@ -315,7 +316,7 @@ def _named(
     if state.index >= len(run.optimizers):
         returned = count_of(len(run.optimizers), "optimizer")
         raise UsageError(
-            f"{state.label}: {run.source} returned {returned}, and this is optimizer {state.index}"
+            f"{state.label}: {run.source} returned {returned}, but this is optimizer {state.index}"
         )
     return named_as(state, run.optimizers[state.index])
 

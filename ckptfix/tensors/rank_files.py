@@ -109,7 +109,7 @@ class _RankValues(PickledValues):
             or not isinstance(local, StoredTensor)
             or local.dtype != TORCH_DTYPES.get(dtype)
         ):
-            raise FormatError(f"the part that this rank has of {name!r:.200} cannot be read")
+            raise FormatError(f"this rank's part of {name!r:.200} cannot be read")
         return shape, local
 
     def _placed(self, name: str, made: Any, state: Any) -> Any:
@@ -135,16 +135,18 @@ class _RankValues(PickledValues):
             if kind == "Replicate" or (size == 1 and kind in ("Shard", "_StridedShard")):
                 continue
             if kind != "Shard" or type(dimension) is not int or not 0 <= dimension < len(shape):
-                return Unread(f"a tensor that is cut in a way that is not read ({kind or 'unknown'}), as with tensor "
-                              "parallelism")  # fmt: skip
+                return Unread(
+                    "a tensor that is split in a way that ckptfix does not read "
+                    f"({kind or 'unknown'}), as in tensor parallelism"
+                )
             share = -(-lengths[dimension] // size)
             begin = min(coordinate * share, lengths[dimension])
             offsets[dimension] += begin
             lengths[dimension] = min(share, lengths[dimension] - begin)
         if tuple(lengths) != local.shape:
             raise FormatError(
-                f"the part of {name!r:.200} is {list(local.shape)}, its placements say {lengths} "
-                f"of {list(shape)}"
+                f"this rank's part of {name!r:.200} has shape {list(local.shape)}, but its "
+                f"placements say {lengths} of {list(shape)}"
             )
         return Shard(shape, tuple(offsets), local)
 
@@ -200,7 +202,8 @@ class _RankValues(PickledValues):
         lengths = _sizes(items_of(attribute(metadata, "shard_sizes")))
         if offsets is None or lengths != local.shape or len(offsets) != len(shape):
             raise FormatError(
-                f"the part of {name!r:.200} is {list(local.shape)}, its metadata says {lengths}"
+                f"this rank's part of {name!r:.200} has shape {list(local.shape)}, but its "
+                f"metadata says {lengths}"
             )
         return Shard(shape, offsets, local)
 
@@ -266,8 +269,8 @@ def _read(root: AnyPath, files: Files) -> _Read:
         assert parsed is not None, "listed by its name"
         name = str(replace(parsed, rank=missing))
         raise MissingRankError(
-            f"{root}: {name} is missing, the file of rank {missing}: {ranks} ranks saved it, and "
-            f"each of them has its own part of every tensor; {AGAIN}",
+            f"{root}: {name}, the file of rank {missing}, is missing: {ranks} ranks saved the "
+            f"checkpoint, and each has its own part of every tensor; {AGAIN}",
             path=root / name,
             rank=missing,
             files=ranks - len(files),
@@ -285,12 +288,12 @@ def _together(values: Sequence[Any], name: str = "") -> Any:
     first = values[0]
     if isinstance(first, Shard):
         if not all(isinstance(one, Shard) and one.shape == first.shape for one in values):
-            raise FormatError(f"{name!r:.200} is not of the same shape on every rank")
+            raise FormatError(f"{name!r:.200} does not have the same shape on every rank")
         return _joined(name, values)
     if isinstance(first, dict):
         if not all(isinstance(one, dict) and one.keys() == first.keys() for one in values):
             raise FormatError(
-                f"the ranks do not hold the same keys{f' below {name!r:.200}' if name else ''}"
+                f"the ranks do not have the same keys{f' below {name!r:.200}' if name else ''}"
             )
         return {
             key: _together([one[key] for one in values], f"{name}.{key}" if name else str(key))
@@ -298,7 +301,7 @@ def _together(values: Sequence[Any], name: str = "") -> Any:
         }
     if isinstance(first, list):
         if not all(isinstance(one, list) and len(one) == len(first) for one in values):
-            raise FormatError(f"{name!r:.200} is not of the same length on every rank")
+            raise FormatError(f"{name!r:.200} does not have the same length on every rank")
         return [
             _together(list(one), f"{name}.{place}")
             for place, one in enumerate(zip(*values, strict=True))
@@ -315,7 +318,7 @@ def _joined(name: str, shards: Sequence[Shard]) -> StoredTensor:
             parts.setdefault(Chunk(offsets, part.shape), part.layout)
     dtypes = {one.part.dtype for one in shards if one.part.dtype}
     if len(dtypes) != 1:
-        raise FormatError(f"{name!r:.200} is of several dtypes: {', '.join(sorted(dtypes))}")
+        raise FormatError(f"{name!r:.200} has several dtypes: {', '.join(sorted(dtypes))}")
     (dtype,) = dtypes
     shape = shards[0].shape
     problem = coverage_problem(DcpTensor(name, dtype, "", shape, tuple(parts), 0))

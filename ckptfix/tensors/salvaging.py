@@ -32,8 +32,8 @@ from ckptfix.tensors.single_files import (
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor
 
 _BLOCK = 1 << 20
-_BESIDE = "it is next to the state dicts of modules, which alone are saved"
-BEHIND = "bytes are left out: they follow the last tensor, which no reader of safetensors accepts"
+_BESIDE = "it is outside the state dicts of modules, and only those are saved"
+BEHIND = "bytes are left out: they follow the last tensor, which no safetensors reader accepts"
 """The words that follow the number of bytes at the end of a safetensors file."""
 
 
@@ -177,7 +177,7 @@ def _checksum_problem(
             progress(len(block))
     if crc == place.crc:
         return ""
-    return f"its storage has the CRC-32 {crc:08x}, {place.crc:08x} was written"
+    return f"CRC-32 mismatch in its storage (expected {place.crc:08x}, found {crc:08x})"
 
 
 class _TorchSalvage:

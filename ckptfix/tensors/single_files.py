@@ -270,8 +270,8 @@ def _weights_in_parts(root: AnyPath, entry: Entry) -> Weights:
         width = DTYPE_BITS[tensor.dtype] // 8
         if len(parts) > 1 and not width:
             raise OperationError(
-                f"{root / entry.label}: the parts of {tensor.fqn!r} are of {tensor.dtype}, whose "
-                "elements are smaller than a byte; next: join them with torch's "
+                f"{root / entry.label}: the parts of {tensor.fqn!r} have dtype {tensor.dtype}, "
+                "whose elements are smaller than a byte; next: join them with torch's "
                 "consolidate_safetensors_files"
             )
         layout = layout_of_chunks(tensor.shape, parts, width) if parts else Contiguous(())
@@ -390,8 +390,8 @@ def bounded_layout(path: AnyPath, file: TorchFile, tensor: PickledTensor) -> Lay
         have = layout.storage.length
         if layout.nbytes - have > _MOST_REPEATED:
             claim = (
-                f"{tensor.fqn!r} claims {layout.nbytes} bytes of a storage of {have}, as expand "
-                "makes it"
+                f"{tensor.fqn!r} claims {layout.nbytes} bytes of a storage of {have}, as an "
+                "expanded tensor does"
             )
             raise OperationError(
                 f"{path}: {claim}; next: load it with torch, and save it without that tensor"

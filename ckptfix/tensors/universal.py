@@ -59,7 +59,7 @@ def universal_files(
         folder = where / UNIVERSAL / name
         if os.path.isabs(name) or ".." in folder.parts:
             raise OperationError(
-                f"{root / where}: {name!r:.200} is not the name of a parameter; {AGAIN}"
+                f"{root / where}: {name!r:.200} is not a valid parameter name; {AGAIN}"
             )
         states = _states_in(root / folder) if only is None else [only]
         files = {
@@ -85,14 +85,14 @@ def ensure_states(root: AnyPath, where: PurePosixPath, weights: Weights) -> None
             found.setdefault(file.parent, set()).add(file.name)
     if found and where / GLOBAL_STATE not in weights.files:
         raise OperationError(
-            f"{root / where / GLOBAL_STATE}: missing, and no loader goes on without it; {AGAIN}"
+            f"{root / where / GLOBAL_STATE}: missing, and every loader needs it; {AGAIN}"
         )
     every = set().union(*found.values())
     for folder, names in sorted(found.items()):
         if len(names) > 1 and (lacking := sorted(every - names)):
             raise OperationError(
-                f"{root / folder / lacking[0]}: missing, although the states of other parameters "
-                f"are there; {AGAIN}"
+                f"{root / folder / lacking[0]}: missing, although other parameters have this "
+                f"state; {AGAIN}"
             )
 
 
@@ -117,9 +117,9 @@ def _read(
             others = text_keys(node) - _PLAIN
             if others:
                 raise OperationError(
-                    f"{full}: {', '.join(sorted(others))}: it is of tensor or expert parallelism, "
-                    "which is not read; next: write its weights with the script that saved it, "
-                    "and give me those"
+                    f"{full}: {', '.join(sorted(others))}: ckptfix does not read checkpoints saved "
+                    "with tensor or expert parallelism; next: export the weights with the script "
+                    "that saved them, and use the exported files"
                 )
             node = child(node, _PARAM)
         value: StoredTensor | int | float
@@ -148,7 +148,6 @@ def _shaped(
         return tensor
     if prod(tensor.shape) != prod(shape) or not isinstance(tensor.layout, Contiguous):
         raise FormatError(
-            f"{fqn!r:.200} has the shape {list(tensor.shape)}, the model states have {list(shape)} "
-            "for it"
+            f"{fqn!r:.200} has shape {list(tensor.shape)}, but the model states say {list(shape)}"
         )
     return tensor._replace(shape=shape)

@@ -187,9 +187,7 @@ def read_states_file(path: AnyPath, understand: Callable[[AnyPath, TorchFile], T
 def _model_states(path: AnyPath, file: TorchFile) -> ModelStates:
     root = file.tree.root
     if child(root, "buffer_names") is None or child(root, "module") is None:
-        raise FormatError(
-            "it holds no model states of DeepSpeed: buffer_names or module is missing"
-        )
+        raise FormatError("it holds no DeepSpeed model states: buffer_names or module is missing")
     _ensure_loadable(root)
     module: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
@@ -266,7 +264,7 @@ def _ensure_loadable(root: object) -> None:
     # A module may leave some of its buffers out of its state dict, by a hook.
     if buffers and not buffers & module.keys():
         raise FormatError(
-            f"buffer_names has {list_names(sorted(buffers))}, and module has none of them"
+            f"buffer_names lists {list_names(sorted(buffers))}, but module has none of them"
         )
     tensors = {name: module[name] for name in sorted(buffers & module.keys())} | fragments
     for name, value in tensors.items():
@@ -302,15 +300,15 @@ def optimizer_states(path: AnyPath, file: TorchFile) -> OptimizerStates:
     if states is file.tree.root:
         # zero_to_fp32 takes a second optimizer_state_dict out of the first, and then looks for the
         # first.
-        raise FormatError("its optimizer_state_dict is the dict that it is in")
+        raise FormatError("its optimizer_state_dict refers to itself")
     by_group, by_parameter = (
         child(states, "single_partition_of_fp32_groups"),
         child(states, "fp32_flat_groups"),
     )
     if by_group is None and by_parameter is None:
         raise FormatError(
-            "it holds no optimizer states of ZeRO: neither single_partition_of_fp32_groups nor "
-            "fp32_flat_groups"
+            "it holds no ZeRO optimizer states: single_partition_of_fp32_groups and "
+            "fp32_flat_groups are both missing"
         )
     known = storages(file.tree)
     flats = []
@@ -318,7 +316,7 @@ def optimizer_states(path: AnyPath, file: TorchFile) -> OptimizerStates:
         name = f"fp32 partition {number}"
         tensor = tensor_of(path, file, node, name, known)
         if tensor is None or len(tensor.shape) != 1:
-            raise FormatError(f"{name} is not a plain tensor of one dimension")
+            raise FormatError(f"{name} is not a plain one-dimensional tensor")
         flats.append(flat_of(tensor))
     counts = child(states, "partition_count")
     every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
@@ -385,7 +383,7 @@ def flat_of(tensor: StoredTensor) -> Flat:
     apart.
     """
     if not isinstance(tensor.layout, Contiguous) or len(tensor.layout.pieces) > 1:
-        raise FormatError(f"the elements of {tensor.fqn!r:.200} do not follow one another")
+        raise FormatError(f"the elements of {tensor.fqn!r:.200} are not contiguous")
     return Flat(tensor.dtype, *(tensor.layout.pieces or (Piece(Path(), 0, 0),)))
 
 
@@ -412,7 +410,7 @@ def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
         # A million references to one dict of a million names would never end.
         if not (is_dict_like(group) and visits.first(group)):
             raise FormatError(
-                "param_shapes is not a list of dicts, or two of its groups are one dict"
+                "param_shapes is not a list of dicts, or two of its groups are the same dict"
             )
         yield _shapes(group, kinds)
 
@@ -433,7 +431,7 @@ def _shape(name: str, value: Any, kinds: Collection[str]) -> tuple[int, ...]:
         or not all(type(size) is int and 0 <= size <= _MANY for size in sizes)
         or prod(sizes) > _MANY
     ):
-        raise FormatError(f"the shape of {name!r:.200} is not a shape")
+        raise FormatError(f"the shape of {name!r:.200} is invalid")
     return sizes
 
 
@@ -456,7 +454,7 @@ def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
         # zero_to_fp32 cuts by those of the first file, in their order.
         if _in_order(model) != _in_order(first):
             raise OperationError(
-                f"{model.path}: its param_shapes are not those of {first.path.name}; {AGAIN}"
+                f"{model.path}: its param_shapes differ from those of {first.path.name}; {AGAIN}"
             )
         if first.frozen:
             kept.append(model)
@@ -476,7 +474,7 @@ def ensure_one_save(
     if (models[0].parallel or 1) > 1:
         raise other_kind(
             files.folder,
-            f"the model is cut into {models[0].parallel} parts, for tensor parallelism",
+            f"the model is split into {models[0].parallel} parts for tensor parallelism",
         )
     if files.is_universal and not models[0].frozen:
         return  # the parameters themselves are in no file of a rank
@@ -491,35 +489,38 @@ def ensure_one_save(
     for one in optimizers:
         if one.by_parameter != files.by_rank:
             mode, other = (
-                ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")
+                ("ZeRO-3", "ZeRO-1 or ZeRO-2")
+                if one.by_parameter
+                else ("ZeRO-1 or ZeRO-2", "ZeRO-3")
             )
             raise OperationError(
-                f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are "
-                f"mixed; {AGAIN}"
+                f"{one.path}: it is from {mode}, but {models[0].path.name} is from {other}: the "
+                f"files come from two saves; {AGAIN}"
             )
     if optimizers and optimizers[0].stage not in ((3,) if files.by_rank else (0, 1, 2)):
         raise OperationError(
-            f"{optimizers[0].path}: its zero_stage is not that of its partitions; {AGAIN}"
+            f"{optimizers[0].path}: its zero_stage does not match its partitions; {AGAIN}"
         )
     if any(states.is_aligned for states in optimizers):
-        raise other_kind(files.folder, "padding follows each parameter, for parameter_alignment")
+        raise other_kind(files.folder, "each parameter is padded for parameter_alignment")
     for rank, model in enumerate(models if files.by_rank else ()):
         if model.saved_rank not in (None, rank):
             raise OperationError(
-                f"{model.path}: it holds the model states of rank {model.saved_rank}; {AGAIN}"
+                f"{model.path}: it holds the model states of rank {model.saved_rank} (expected rank "
+                f"{rank}); {AGAIN}"
             )
     for name, shape in models[0].frozen.items() if not files.by_rank else ():
         fragment = models[0].fragments.get(name)
         if fragment is not None and fragment.numel != prod(shape):
             raise OperationError(
-                f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, its shape "
-                f"{prod(shape)}; {AGAIN}"
+                f"{models[0].path}: the frozen {name!r} has {fragment.numel} elements, but its "
+                f"shape has {prod(shape)}; {AGAIN}"
             )
     for one in optimizers if models[0].has_fp32_masters else ():
         if dtypes := sorted({flat.dtype for flat in one.flats} - {"F32"}):
             raise OperationError(
-                f"{one.path}: its partitions are {dtypes[0]}, and its run kept the weights that it "
-                f"trains in F32; {AGAIN}"
+                f"{one.path}: its partitions are {dtypes[0]}, but the run kept its trained weights "
+                f"in F32; {AGAIN}"
             )
     _ensure_order(models[0], optimizers)
     _ensure_shapes(models[0], optimizers)
@@ -552,7 +553,10 @@ def _ensure_order(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> 
         else:
             held = equal if states.saved_rank is None else states.saved_rank
         if held != rank:
-            raise OperationError(f"{states.path}: it holds the partition of rank {held}; {AGAIN}")
+            raise OperationError(
+                f"{states.path}: it holds the partition of rank {held} (expected rank {rank}); "
+                f"{AGAIN}"
+            )
 
 
 def _expected_fragments(
@@ -603,8 +607,8 @@ def _ensure_shapes(model: ModelStates, optimizers: Sequence[OptimizerStates]) ->
         orders = (names, undealt(names, len(optimizers)) if model.is_dealt else names)
         if held and (held != wanted or list(held) not in orders):
             raise OperationError(
-                f"{model.path}: its param_shapes of group {number} are in another order than the "
-                f"parameters in the optimizer states, or of other sizes; {AGAIN}"
+                f"{model.path}: its param_shapes of group {number} differ in order or size from "
+                f"the parameters in the optimizer states; {AGAIN}"
             )
 
 

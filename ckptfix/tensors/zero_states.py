@@ -87,8 +87,9 @@ def zero_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> Optimizer
     if not files.optimizers and not files.by_rank:
         if _OPTIMIZER in models[0].left:
             raise OperationError(
-                f"{models[0].path}: the optimizer of DeepSpeed without ZeRO is in the model "
-                "states, which is not read; next: save with ZeRO-1, which has the same optimizer"
+                f"{models[0].path}: without ZeRO, DeepSpeed keeps the optimizer in the model "
+                "states, where ckptfix does not read it; next: save with ZeRO-1, which has the "
+                "same optimizer"
             )
         return None
     ranks = [
@@ -167,12 +168,13 @@ def _rank(path: AnyPath, file: TorchFile) -> _Rank:
     )
     if not is_dict_like(base):
         raise FormatError(
-            "its base_optimizer_state is not an optimizer's state dict: an elastic checkpoint, "
-            "which is not read"
+            "its base_optimizer_state is not an optimizer's state dict: ckptfix does not read "
+            "elastic checkpoints"
         )
     if child(states, "ds_zero_partition_groups") is not None:
         raise FormatError(
-            "experts of a mixture are cut among other ranks than the rest, which is not read"
+            "the MoE experts are partitioned across different ranks than the rest, which ckptfix "
+            "does not read"
         )
     values = PickledValues(path, file)
     found: dict[int, dict[str, Any]] = {
@@ -255,8 +257,8 @@ def _by_share(
     for one in ranks:
         if len(one.partitions.flats) != many:
             raise OperationError(
-                f"{one.partitions.path}: partitions of {len(one.partitions.flats)} sub-groups, "
-                f"{model.path.name} has {many}; {AGAIN}"
+                f"{one.partitions.path}: it has partitions of {len(one.partitions.flats)} "
+                f"sub-groups, but {model.path.name} has {many}; {AGAIN}"
             )
 
     def cut(
@@ -306,8 +308,8 @@ def _held(ranks: Sequence[_Rank], number: int) -> dict[str, list[Any]]:
     for one in ranks:
         if one.states.get(number, {}).keys() != first.keys():
             raise OperationError(
-                f"{one.partitions.path}: its states of flat parameter {number} are not those of "
-                f"rank 0; {AGAIN}"
+                f"{one.partitions.path}: its states of flat parameter {number} differ from those "
+                f"of rank 0; {AGAIN}"
             )
     return {state: [one.states[number][state] for one in ranks] for state in first}
 
@@ -321,7 +323,7 @@ def _is_shared(value: object) -> bool:
 
 def _flat(value: object, label: str) -> Flat:
     if not isinstance(value, StoredTensor):
-        raise OperationError(f"{label} are tensors on some ranks alone; {AGAIN}")
+        raise OperationError(f"{label} are tensors on some ranks only; {AGAIN}")
     try:
         return flat_of(value)
     except FormatError as error:
@@ -335,7 +337,7 @@ def _shared_value(held: Sequence[Any], label: str) -> StateValue:
     if not isinstance(held[0], StateValue):
         kind = held[0].kind if isinstance(held[0], Unread) else "neither a tensor nor a number"
         raise OperationError(
-            f"{label}: {kind}, which no param group of another strategy can have; {AGAIN}"
+            f"{label}: {kind}, which other strategies cannot store in a param group; {AGAIN}"
         )
     with OpenFiles() as files:
         read = [_comparable(value, files) for value in held]
@@ -365,8 +367,8 @@ def _groups(
     for options, members in groups:
         if any(not 0 <= member < len(shapes) for member in members):
             raise OperationError(
-                f"{path}: a param group has flat parameter {max(members)}, {model.path.name} has "
-                f"{len(shapes)} of them; {AGAIN}"
+                f"{path}: a param group lists flat parameter {max(members)}, but "
+                f"{model.path.name} has only {len(shapes)}; {AGAIN}"
             )
         names = [name for member in members for name in shapes[member]]
         yield ParamGroup(

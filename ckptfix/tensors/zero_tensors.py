@@ -46,7 +46,8 @@ def _dtype(flats: Sequence[Flat]) -> str:
     dtypes = sorted({flat.dtype for flat in flats})
     if len(dtypes) > 1:
         raise OperationError(
-            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); "
+            f"{flats[0].piece.path.parent}: its partitions have several dtypes "
+            f"({', '.join(dtypes)}); "
             f"{AGAIN}"
         )
     return dtypes[0] if dtypes else "F32"
@@ -63,8 +64,8 @@ def from_groups(
     for one in optimizers:
         if len(one.flats) != len(groups):
             raise OperationError(
-                f"{one.path}: partitions of {len(one.flats)} parameter groups, {model.path.name} "
-                f"has {len(groups)}; {AGAIN}"
+                f"{one.path}: it has partitions of {len(one.flats)} parameter groups, but "
+                f"{model.path.name} has {len(groups)}; {AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(groups):
@@ -89,8 +90,8 @@ def cut_group(
     step = 2 * len(flats)  # both are padded to a multiple of this, or not at all
     if wanted > run.numel or -(-wanted // step) != -(-run.numel // step):
         raise OperationError(
-            f"{partitions} have {run.numel} elements, its {len(shapes)} parameters take {wanted}; "
-            f"{AGAIN}"
+            f"{partitions} have {run.numel} elements, but its {len(shapes)} parameters take "
+            f"{wanted}; {AGAIN}"
         )
     found: dict[str, StoredTensor] = {}
     offset = 0
@@ -132,7 +133,7 @@ def from_shares(
             number = next(number for number, size in enumerate(sizes) if size != wanted[number])
             raise OperationError(
                 f"{one.path}: the partition of sub-group {number} has {sizes[number]} elements, "
-                f"the shares of its {len(groups[number])} parameters take {wanted[number]}; "
+                f"but the shares of its {len(groups[number])} parameters take {wanted[number]}; "
                 f"{AGAIN}"
             )
     return found
@@ -152,8 +153,8 @@ def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
             have = fragment.numel if fragment is not None else 0
             if have != share:
                 raise OperationError(
-                    f"{states.path}: {have} of the {share} elements that its share of {name!r} "
-                    f"has; {AGAIN}"
+                    f"{states.path}: it has {have} of the {share} elements in its share of "
+                    f"{name!r}; {AGAIN}"
                 )
         flats = [one for one in fragments if one is not None]
         _dtype(flats)
@@ -176,8 +177,8 @@ def cut_shares(
     for run, (path, _) in zip(runs, ranks, strict=True):
         if run.numel != wanted:
             raise OperationError(
-                f"{path}: partitions of {run.numel} elements, the shares of {len(shapes)} "
-                f"parameters take {wanted}; {AGAIN}"
+                f"{path}: its partitions have {run.numel} elements, but the shares of "
+                f"{len(shapes)} parameters take {wanted}; {AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     offset = 0

@@ -314,7 +314,9 @@ def _prepared_unguarded(
             prepared = known
             if name == "_models":  # for DistributedDataParallel the registry holds what is inside
                 prepared = wrapper_of(known) if thing is known else thing
-            return guard.add((known, thing), prepared, "a line before the guard was on")
+            return guard.add(
+                (known, thing), prepared, "a line that ran before the guard was enabled"
+            )
     return None
 
 
@@ -372,14 +374,14 @@ def _complain(
     once = verb if verb == "register_for_checkpointing" else "prepare"
     is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
     ending = (
-        f", and the object of the first {once}() is returned"
+        f"; the object from the first {once}() is returned"
         if once == "prepare" and not is_raised
         else ""
     )
     message = (
-        f"{verb}() at {calling_line()} was given {names}, which this Accelerator holds "
-        f"already{first}. Nothing is added{ending}. Without the guard, {what}. Give each object "
-        f"to {once}() once."
+        f"{verb}() at {calling_line()} received {names}, which this Accelerator already "
+        f"has{first}. Nothing is added{ending}. Without the guard, {what}. Pass each object "
+        f"to {once}() only once."
     )
     if is_raised:
         raise UsageError(message)
@@ -443,9 +445,10 @@ class BackwardCheck:
         self.warned = True
         switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
         warn_caller(
-            f"{type(optimizer).__name__}.step() at {calling_line()} uses gradients that did not "
-            f"come from accelerator.backward(loss): {reason} Call it instead of loss.backward(). "
-            f"If this is meant, {switch} ends the warning."
+            f"{type(optimizer).__name__}.step() at {calling_line()} uses gradients that did "
+            f"not come from accelerator.backward(loss): {reason} Call "
+            "accelerator.backward(loss) instead of loss.backward(). If this is intentional, "
+            f"{switch} silences this warning."
         )
 
 
@@ -473,7 +476,7 @@ def _reason(accelerator: Accelerator) -> str | None:
         return "the loss was not scaled, so dividing by the scale makes the updates vanish."
     steps = accelerator.gradient_accumulation_steps
     if steps > 1:
-        return f"over {steps} accumulated batches they are {steps} times too large."
+        return f"summed over {steps} accumulated batches, they are {steps} times too large."
     return None
 
 
@@ -497,8 +500,8 @@ def _consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
     if verb == "register_for_checkpointing":
         number = len(accelerator._custom_objects)
         return (
-            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that "
-            "registers it once could not load the checkpoint"
+            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script "
+            "that registers it only once could not load the checkpoint"
         )
     if isinstance(thing, torch.nn.Module):
         return _of_model(accelerator, thing)
@@ -514,18 +517,19 @@ def _consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
     return f"save_state would write {what} again as {stem}_{len(registry)}.bin"
 
 
-_HARMLESS = "accelerate {version} would return it as it is and save it once"
+_HARMLESS = "accelerate {version} would return it unchanged and save it once"
 
 
 def _of_model(accelerator: Accelerator, model: Any) -> str:
     if _looks_at_marks() and _is_returned(model, accelerator._models):
         return _HARMLESS.format(version=accelerate.__version__)
     is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
-    keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
+    keys = " (keys prefixed with 'module.')" if is_wrapped else ""
     return (
-        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, "
-        "in twice the time and space, and models after it would get other numbers than in a "
-        "script that prepares it once"
+        "save_state would write it again as "
+        f"model_{len(accelerator._models)}.safetensors{keys}, which takes twice the time and "
+        "space, and later models would get other numbers than in a script that prepares it "
+        "once"
     )
 
 
@@ -539,8 +543,8 @@ def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
         return _HARMLESS.format(version=accelerate.__version__)
     if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
         return (
-            "its data would be divided among the processes a second time, and most of it never be "
-            "seen"
+            "its data would be divided among the processes a second time, and most of the "
+            "data would never be used"
         )
     if is_stateful(loader) or getattr(
         accelerator.dataloader_config, "use_stateful_dataloader", False
@@ -551,8 +555,8 @@ def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
             f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
         )
     return (
-        "it would be registered a second time, and load_state look for a state of it at the wrong "
-        "number"
+        "it would be registered twice, and load_state would look for its state under the "
+        "wrong number"
     )
 
 

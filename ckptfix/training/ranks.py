@@ -105,7 +105,7 @@ def _raise(error: BaseException | None, failure: tuple[str, bool] | None, what: 
     if failure is not None:
         text, is_os_error = failure
         kind = RemoteOSError if is_os_error else OperationError
-        raise kind(f"{what} failed on another process, so all of them stop: {text}")
+        raise kind(f"{what} failed on another process, so all processes stop: {text}")
 
 
 # Processes that save as one find each other before any of them does anything, and none waits for ever.
@@ -140,9 +140,7 @@ def timeout_of(given: float | None) -> float:
     except (TypeError, ValueError):
         seconds = 0.0
     if not seconds > 0:
-        raise UsageError(
-            f"{what}={text}: expected a number of seconds above 0 (inf waits for ever)"
-        )
+        raise UsageError(f"{what}={text}: expected a number of seconds above 0 (inf waits forever)")
     return seconds
 
 
@@ -187,7 +185,7 @@ def meet(
                 if waited >= PATIENCE and not is_said:
                     is_said = True
                     text = _why(what, PATIENCE, _missing(store, processes), can_save_alone)
-                    _log.warning("%s; after %g s this save ends with an error", text, timeout)
+                    _log.warning("%s; this save fails after %g s", text, timeout)
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST)
         _number += 1
@@ -215,11 +213,13 @@ def _missing(store: Any, processes: int) -> list[int]:
 def _why(what: str, seconds: float, missing: list[int], can_save_alone: bool) -> str:
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     who = (
-        f"{count_of(len(missing), 'process')} (rank {shown})" if missing else "the other processes"
+        f"{count_of(len(missing), 'process')} (rank{'s' if len(missing) > 1 else ''} {shown})"
+        if missing
+        else "the other processes"
     )
     alone = as_given("pass save_together=False", "leave out --save-together")
     remedy = (
-        f"; if only the main process saves, {alone}: then it waits for none"
+        f"; if only the main process saves, {alone}, so that it does not wait"
         if can_save_alone
         else ""
     )

@@ -135,13 +135,13 @@ def join(place: Launched, remedy: str) -> Exchange:
     """
     if find_spec("torch") is None:
         raise UsageError(
-            f"{place.total} processes were started, and torch, by which they share their results, "
-            f"is not installed; next: {remedy}"
+            f"{place.total} processes were started, but torch, through which they share "
+            f"results, is not installed; next: {remedy}"
         )
     if not place.address:
         raise UsageError(
-            f"srun started {place.total} tasks, and MASTER_ADDR and MASTER_PORT, where they meet, "
-            f"are not set; next: set both, or {remedy}"
+            f"srun started {place.total} tasks, but MASTER_ADDR and MASTER_PORT are not set, "
+            f"so they cannot connect; next: set both, or {remedy}"
         )
     timeout = _timeout(os.environ)
     _bind(place)
@@ -165,10 +165,10 @@ def join(place: Launched, remedy: str) -> Exchange:
         _interruptibly(connect)
     except Exception as error:
         raise TeamError(
-            f"{place.total} processes were started, and they did not meet at {where} within "
-            f"{meeting:g} s: {str(error).splitlines()[0]}; next: let every node reach that "
-            "address (MASTER_ADDR, MASTER_PORT), or give each node a share of the work, without "
-            f"a network: --shard I/N; or, for one process: {SWITCH}=0"
+            f"{place.total} processes were started, but they could not connect at {where} "
+            f"within {meeting:g} s: {str(error).splitlines()[0]}; next: make that address "
+            "(MASTER_ADDR, MASTER_PORT) reachable from every node, or run one share on each "
+            f"node without a network: --shard I/N; or, for one process: {SWITCH}=0"
         ) from error
     return _Group(place.rank, place.total, timeout).exchange
 
@@ -279,10 +279,10 @@ class _Group:
             reason = str(error).splitlines()[0]
             if "imed out" in reason:
                 raise TeamError(
-                    f"another process gave no answer for {self._timeout:g} s ({_TIMEOUT})"
+                    f"another process did not respond for {self._timeout:g} s ({_TIMEOUT})"
                 ) from error
             raise TeamError(
-                "another process, or its node, has ended before its work was done; its own message "
-                "or the launcher's has the reason"
+                "another process, or its node, stopped before it was done; see its output or "
+                "the launcher's for the reason"
             ) from error
         return True

@@ -133,24 +133,24 @@ def _told(
     together.
     """
     if (contents.root / MANIFEST).exists():
-        yield "the manifest; leave out --against"
+        yield "the manifest; to compare with it, leave out --against"
     both = [(pair.ours, pair.theirs) for pair in pairs]
     swapped = {id(one) for one, _ in crossed(both)}
     for here, there in moved(both):
         if id(here) not in swapped:
             compared = f"{here.label} was compared with {other.root / there.label}"
-            yield f"positions of models: {compared}: their names fit, or no other was left"
+            yield f"positions of models: {compared}; their keys match, or no other model was left"
     yield from _beside_tensors(contents, other, files, optimizers)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
         sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
-        yield f"tensors under other keys: no key is the same; next: ckptfix diff {sides}"
+        yield f"tensors under different keys: no key is in both; next: ckptfix diff {sides}"
 
 
 def _without_weights(side: Contents) -> str:
     """Say that a side has no weights, and which folders below it have."""
     found = [str(one) for one in _below(side.root)] if side.only is None else []
-    where = f", but {list_names(found)}; give a folder with weights" if found else ""
-    return f"{side.root / (side.only or '')} holds no weights of a model{where}"
+    where = f"; name a folder that has some, such as {list_names(found)}" if found else ""
+    return f"{side.root / (side.only or '')} has no model weights{where}"
 
 
 def _below(root: AnyPath) -> Iterator[AnyPath]:
@@ -201,12 +201,12 @@ def _files(
     compared = of_models | of_others
     whole = contents.only is None and other.only is None  # of one file, its name says nothing
     for mine, yours, change, words in (
-        (contents, other, Change.EXTRA, "is only here"),
+        (contents, other, Change.EXTRA, f"is not in {other.root}"),
         (other, contents, Change.MISSING, f"is only in {other.root}"),
     ):
         for name in sorted(mine.files.keys() - yours.files.keys()):
             if name in compared:
-                text = f"{words}: its tensors are compared one by one"
+                text = f"{words}; its tensors are compared one by one"
                 yield file_item(name, Outcome.NOT_CHECKED, change, text)
             else:
                 outcome = Outcome.DIFFER if whole else Outcome.NOT_CHECKED
@@ -222,8 +222,8 @@ def _same_name(
     """Return the item of a file that both sides have, by its bytes."""
     ours, theirs = results.get((True, name)), results.get((False, name))
     if ours is not None and theirs is not None:
-        return _compared(Kind.FILE, name, name, ours, theirs)
-    sizes = f"has {contents.files[name].size} bytes here, {other.files[name].size} there"
+        return _compared(Kind.FILE, name, name, ours, theirs, other.root)
+    sizes = f"has {contents.files[name].size} bytes ({other.files[name].size} in {other.root})"
     return file_item(name, Outcome.DIFFER, Change.CHANGED, sizes)
 
 
@@ -243,9 +243,9 @@ def _beside_tensors(
             if same.issuperset(map(str, weights.files)):
                 continue
             if left := left_of(weights, of_optimizers):
-                yield f"what {where} holds next to its tensors: {list_names(left)}"
+                yield f"other entries of {where}: {list_names(left)}"
             if weights.opaque and side is other:  # of this side it is said whatever is compared
-                yield f"what is not a plain tensor in {where}: {list_names(weights.opaque)}"
+                yield f"values in {where} that are not plain tensors: {list_names(weights.opaque)}"
 
 
 def _compared_by_tensor(contents: Contents) -> set[str]:
@@ -268,9 +268,10 @@ def _tensors(
     for name, tensor in ours.items():
         where, match = _home(tensor, contents.root), theirs.get(name)
         if match is None:
-            yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.EXTRA, "is only here")
+            text = f"is not in {other.root}"
+            yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.EXTRA, text)
         elif (tensor.dtype, tensor.shape) != (match.dtype, match.shape):
-            text = f"is {_kind(tensor)} here, {_kind(match)} there"
+            text = f"is {_kind(tensor)} ({_kind(match)} in {other.root})"
             yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.CHANGED, text)
         else:
             assert pair.ours is not None
@@ -279,7 +280,7 @@ def _tensors(
             there = results[
                 False, TensorLocation(pair.theirs.label, pair.theirs.ties.get(name, name))
             ]
-            yield _compared(Kind.TENSOR, name, where, here, there)
+            yield _compared(Kind.TENSOR, name, where, here, there, other.root)
     for name, tensor in theirs.items():
         if name not in ours:
             where = _home(tensor, other.root)
@@ -328,35 +329,38 @@ def _states(
             side = other if ours is None else contents
             tensor = theirs if ours is None else ours
             assert tensor is not None, "of one side at least"
-            text = f"is only in {other.root}" if ours is None else "is only here"
+            text = f"is {'only' if ours is None else 'not'} in {other.root}"
             change = Change.MISSING if ours is None else Change.EXTRA
             yield Item(
                 Kind.TENSOR, one.name, _home(tensor, side.root), Outcome.DIFFER, change, text
             )
         elif not _are_comparable(ours, theirs):
-            text = f"is {_kind(ours)} here, {_kind(theirs)} there"
+            text = f"is {_kind(ours)} ({_kind(theirs)} in {other.root})"
             where = _home(ours, contents.root)
             yield Item(Kind.TENSOR, one.name, where, Outcome.DIFFER, Change.CHANGED, text)
         else:
             here, there = (results[is_ours, _location(optimizer, one)] for is_ours in (True, False))
-            yield _compared(Kind.TENSOR, one.name, _home(ours, contents.root), here, there)
+            where = _home(ours, contents.root)
+            yield _compared(Kind.TENSOR, one.name, where, here, there, other.root)
     differing = {one.name for one in optimizer.differences}
     for name in optimizer.values:
         if name not in differing:
             yield Item(Kind.VALUE, name, optimizer.a.label, Outcome.MATCH)
     for found in optimizer.differences:
         of = f"for {count_of(len(found.names), 'parameter')}: {list_names(found.names)}"
-        a, b = ("not there" if value is None else value for value in (found.a, found.b))
-        text = f"is {a} here, {b} in {other.root}, {of}"
+        a, b = ("not set" if value is None else value for value in (found.a, found.b))
+        text = f"is {a} ({b} in {other.root}) {of}"
         yield Item(Kind.VALUE, found.name, optimizer.a.label, Outcome.DIFFER, Change.CHANGED, text)
 
 
-def _compared(kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed) -> Item:
+def _compared(
+    kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed, other: AnyPath
+) -> Item:
     if ours.problem:
         return Item(kind, name, where, Outcome.NOT_CHECKED, None, refusal(ours.problem))
     if ours.digest == theirs.digest:
         return Item(kind, name, where, Outcome.MATCH, None, "")
-    text = f"differs: sha256 {ours.digest[:12]} here, {theirs.digest[:12]} there"
+    text = f"differs: sha256 {ours.digest[:12]} ({theirs.digest[:12]} in {other})"
     return Item(kind, name, where, Outcome.DIFFER, Change.CHANGED, text)
 
 

@@ -100,15 +100,15 @@ def gather(
     """
     if trust is not None and not signatures:
         raise UsageError(
-            "a signer is named, but no signature; next: ckptfix verify --signature FILE "
+            "a signer was named without a signature; next: ckptfix verify --signature FILE "
             f"{target.path}"
         )
     if signatures and trust is None:
         first = existing(signatures[0])
         raise UsageError(
-            f"{first}: name who must have signed it: --key PUBLIC_KEY, --certificate-chain CA.pem, "
-            "or --identity NAME --identity-provider URL; to compare without verifying the "
-            f"signature: {_unsigned(target, first)}"
+            f"{first}: name the expected signer: --key PUBLIC_KEY, --certificate-chain CA.pem, or "
+            "--identity NAME --identity-provider URL; to compare without verifying the signature: "
+            f"{_unsigned(target, first)}"
         )
     if trust is not None:
         trust.material()  # before anything is read: it raises for one that names nobody, or two
@@ -125,21 +125,21 @@ def gather(
             and opened.attestation.path.name in OF_FILES
         ):
             raise OperationError(
-                f"{given}: refused, and nothing was compared: it is about tensors, under the name "
-                "of a statement of files, so that every other file could change; next: get the "
-                "file again from whoever made it"
+                f"{given}: refused, and nothing was compared: it lists only tensors but has the "
+                "name of a statement of files, so changes in other files would go unnoticed; next: "
+                "get the file again from whoever made it"
             )
         if opened.statement is not None and found.setdefault(
             type(opened.statement), opened.statement
         ) is not (opened.statement):
             raise UsageError(
-                f"{given} is the second statement of {opened.attestation.kind}; give one at a time"
+                f"{given} is the second statement of {opened.attestation.kind}; pass only one"
             )
     files, tensors = found.get(FileStatement), found.get(TensorStatement)
     assert not isinstance(files, TensorStatement)
     assert not isinstance(tensors, FileStatement)
     if sha256sums and files is not None:
-        raise UsageError("--sha256sums and a statement of files both list files; give one of them")
+        raise UsageError("--sha256sums and a statement of files both list files; pass only one")
     sums: dict[str, str] = {}
     told: list[str] = []
     for given in sha256sums:
@@ -148,19 +148,19 @@ def gather(
         for name, digest in listed.digests.items():
             if sums.setdefault(name, digest) != digest:
                 raise OperationError(
-                    f"{path}: refused: another list has another checksum of {name!r}"
+                    f"{path}: refused: another list has a different checksum of {name!r}"
                 )
         told += listed.not_checked(str(path))
         attestations.append(Attestation(path=path, kind=_SUMS))
         if not listed.digests:
             is_inside = lies_in(absolute(path), absolute(target.root))
             move = (
-                f"; next, if it was made in {target.root}: mv {shell_path(path)} "
+                f"; next, if it was created in {target.root}: mv {shell_path(path)} "
                 f"{shell_path(target.root)}"
             )
             raise UsageError(
-                f"{path} has no sha256 of a file in {target.root}: its paths count from the folder "
-                f"of the list{'' if is_inside else move}"
+                f"{path} lists no file in {target.root}: its paths are relative to the list's own "
+                f"folder{'' if is_inside else move}"
             )
     return Evidence(
         files=_alone(files, target, attestations) if files is not None else None,
@@ -211,7 +211,10 @@ class Attested(Recorded):
         self.added = tuple(
             Item(
                 kind=Kind.TENSOR, name=name, where=where, outcome=Outcome.DIFFER, change=Change.EXTRA,
-                text=f"is not in {self.tensor_source}, and is not a plain tensor that could be compared",
+                text=(
+                    f"is not in {self.tensor_source} and cannot be compared: it is not a plain "
+                    "tensor"
+                ),
             )
             for where, name in placing.added
         )  # fmt: skip
@@ -224,29 +227,25 @@ class Attested(Recorded):
         """Return whether a file that is not listed is a difference, and the words for it."""
         files = self._evidence.files
         if _place(self._contents.root / name) in self._own:
-            return False, "is what the checkpoint was compared with"
+            return False, "is the file that the checkpoint was compared with"
         tensors = self._evidence.tensors
         if files is None and tensors is not None and name in self._uncovered:
             return (
                 name not in tensors.uncovered,
-                f"may hold weights, and is not covered by {self.tensor_source}",
+                f"may hold weights and is not covered by {self.tensor_source}",
             )
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
                 of_masters = self._of_weights[name] is Format.DEEPSPEED
-                what = (
-                    "fp32 weights alone, not in a copy of another dtype"
-                    if of_masters
-                    else "tensors alone"
-                )
-                return False, f"is covered by {self.tensor_source} in its {what}"
+                what = "fp32 weights, not in copies with another dtype" if of_masters else "tensors"
+                return False, f"is covered by {self.tensor_source} only in its {what}"
             return False, f"is not covered by {self.source}"
         if files.leaves_out(name):
-            return False, f"is not covered by {self.source}, which leaves it out"
+            return False, f"is not covered by {self.source}, which excludes it"
         if files.scheme.shard_size is not None and self._contents.files[name].size == 0:
             return (
                 False,
-                f"is empty, and not covered by {self.source}, as no shard of it has a byte",
+                f"is empty and not covered by {self.source}: an empty file has no shards",
             )
         return True, f"is not covered by {self.source}"
 
@@ -257,7 +256,7 @@ class Attested(Recorded):
         files = self._evidence.files
         if files is None or files.leaves_out(name):
             return False, why
-        return True, f"{why}, and is not covered by {self.source}"
+        return True, f"{why} and is not covered by {self.source}"
 
 
 def _place(path: AnyPath) -> str:
@@ -408,8 +407,8 @@ class _Placing:
             )
             count = count_of(len(copy.tensors), "tensor")
             self.notes.append(
-                f"{copy.label} was stated, too: its {count} are those of {twin.label}, compared "
-                "once"
+                f"{copy.label}: duplicate of {twin.label} in the statement ({count}), compared "
+                "only once"
             )
 
     def _alike(self, models: Sequence[Weights]) -> list[tuple[Weights, Weights]]:
@@ -458,12 +457,10 @@ class _Placing:
             )
             self.digests[there.label] = found
             if others:
-                words = "other names of tensors that were stated, which were not"
+                words = "the statement lists these tensors under other keys only"
                 self.notes.append(f"{there.label}: {words}: {list_names(others)}")
             if is_unwrapped:
-                self.notes.append(
-                    f"{there.label}: keys are compared without the wrappers around the model"
-                )
+                self.notes.append(f"{there.label}: keys were compared without wrapper prefixes")
         elif not self._is_lone:
             label = (
                 signed.label if signed.label not in self.digests else f"{signed.label} as stated"

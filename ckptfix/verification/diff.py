@@ -84,8 +84,8 @@ class Sides:
             if not many:
                 if len(a) or len(b):
                     raise ChangedError(
-                        "one side of a tensor ended before the other: a file changed while it was "
-                        "read"
+                        "a file changed while it was read: one side of a tensor is shorter than "
+                        "the other"
                     )
                 return
             yield a[: many * widths[0]], b[: many * widths[1]]
@@ -349,7 +349,7 @@ def diff(
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"{name} is {value}: a tolerance is a number, 0 or more")
+            raise UsageError(f"{name} is {value}: expected a finite tolerance of 0 or greater")
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     with paused_gc():
         sides = open_side(a, lone_shard=True), open_side(b, lone_shard=True)
@@ -527,12 +527,12 @@ def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
         return
     opaque = [name for one in checkpoints for weights in one.weights for name in weights.opaque]
     held = (
-        f", only values that no plain tensor are: {list_names(dict.fromkeys(opaque))}"
+        f"; these values are not plain tensors: {list_names(dict.fromkeys(opaque))}"
         if opaque
         else ""
     )
     where = " and ".join(str(one.root / (one.only or "")) for one in checkpoints)
-    raise UsageError(f"{where} hold no tensor that can be compared{held}")
+    raise UsageError(f"{where} have no tensors to compare{held}")
 
 
 def _one_sided(left: Side, right: Side) -> Iterator[str]:
@@ -568,7 +568,7 @@ def _one_sided(left: Side, right: Side) -> Iterator[str]:
         if len(labels[own]) == len(labels[absent]) == 1:
             optimizers = []
         if files := [*optimizers, *sorted(states[own] - states[absent])]:
-            yield f"states that {letter} alone has: {list_names(files)}"
+            yield f"states only in {letter}: {list_names(files)}"
 
 
 _OF_A_RUN = (Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
@@ -585,7 +585,10 @@ def _other_weights(
         name = parse_file_name(path.name)
         if path.parent in homes and name is not None and name.is_of_library and name.shard is None:
             words = f"{command('diff', a.root, str(path))} {shell_path(b.root / path)}"
-            yield f"weights of {path}, next to a model that is loaded first; {words} compares them"
+            yield (
+                f"weights in {path}: another model in its folder is loaded first; to compare them: "
+                f"{words}"
+            )
 
 
 def _not_compared(
@@ -602,7 +605,7 @@ def _not_compared(
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if left := left_of(weights, of_optimizers):
             label = weights.label.partition("[")[0] if weights.path else weights.label
-            yield f"what {label} in {side} holds next to what was compared: {list_names(left)}"
+            yield f"other entries of {label} in {side}: {list_names(left)}"
 
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
@@ -614,7 +617,7 @@ def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
         if id(a) in known:
             continue
         pair = f"{a.label} in A was compared with {b.label} in B"
-        yield f"positions of models: {pair}: their names fit, or no other was left"
+        yield f"positions of models: {pair}; their keys match, or no other model was left"
 
 
 def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
@@ -625,7 +628,7 @@ def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
         for side, weights in (("A", draft.a), ("B", draft.b)):
             if weights is not None and weights.opaque:
                 yield (
-                    f"what is not a plain tensor in {weights.label} in {side}: "
+                    f"values in {weights.label} in {side} that are not plain tensors: "
                     f"{list_names(weights.opaque)}"
                 )
 
@@ -641,4 +644,4 @@ def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:
             and not (has_numbers(one.dtype_a) and has_numbers(one.dtype_b))
         ]
         if names:
-            yield f"numbers of less than a byte, by bytes alone: {list_names(names)}"
+            yield f"values of dtypes smaller than a byte (only their bytes): {list_names(names)}"

@@ -93,21 +93,21 @@ def html_page(report: DiffReport) -> str:
 
 
 def _legend() -> str:
-    cells = [("eq", "= bytes equal"), ("h0", "0 other bytes, the same values")]
+    cells = [("eq", "= bytes equal"), ("h0", "0 different bytes, equal values")]
     cells += [(f"h{level}", f"up to 1e{level - _LEVELS}") for level in range(1, _LEVELS)]
     cells += [
         (f"h{_LEVELS}", "more than 0.1"),
-        (f"h{_LEVELS}", "! NaN or Inf on a side where the other is not so"),
+        (f"h{_LEVELS}", "! NaN or Inf among the differing elements"),
     ]
     cells += [
         ("no", "A only in A"),
         ("no", "B only in B"),
-        ("no", "≠ other shape, or numbers of less than a byte"),
+        ("no", "≠ different shape, or a dtype smaller than a byte"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
     words = (
-        "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each "
-        "cell means:"
+        "Numbers and colours show the relative norm ||a - b|| / ||a|| of each tensor. Meaning of "
+        "the cells:"
     )
     return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
 
@@ -169,7 +169,7 @@ def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterat
 
 
 def _plain(tensors: Sequence[TensorDiff]) -> Iterator[str]:
-    yield "<h3>outside of layers</h3>"
+    yield "<h3>outside the layers</h3>"
     body = [
         f'<tr><th scope="row">{html_text(one.name)}</th>{_cell([one])}</tr>'
         for one in tensors[:_MOST_ROWS]
@@ -217,7 +217,8 @@ def _about(one: TensorDiff) -> str:
         words.append(f"{found.differing} of {count_of(found.elements, 'element')} differ")
         if found.nan_a + found.nan_b + found.inf_a + found.inf_b:
             words.append(
-                f"NaN {found.nan_a} and {found.nan_b}, Inf {found.inf_a} and {found.inf_b}"
+                f"NaN {found.nan_a} in A, {found.nan_b} in B; "
+                f"Inf {found.inf_a} in A, {found.inf_b} in B"
             )
     return "; ".join(words)
 
@@ -237,7 +238,7 @@ def _differences(tensors: Sequence[TensorDiff]) -> Iterator[str]:
     )
     body = "".join(map(_difference, found[:_MOST_ROWS]))
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    yield "<h3>what differs</h3>"
+    yield "<h3>differences</h3>"
     yield (
         "<div "
         f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -43,12 +43,12 @@ _FIGURES = (
 )
 
 _COUNTED = {
-    Outcome.SHAPE: "of another shape",
-    Outcome.DTYPE: "of another dtype",
-    Outcome.VALUES: "with other values",
-    Outcome.EQUAL: "equal in bytes",
+    Outcome.SHAPE: "with a different shape",
+    Outcome.DTYPE: "with a different dtype",
+    Outcome.VALUES: "with different values",
+    Outcome.EQUAL: "with equal bytes",
 }
-"""Words after a number of tensors (1 with other values), where they are not the value itself."""
+"""Words after a number of tensors (1 with equal bytes), where they are not the value itself."""
 
 _COUNT_AS_EQUAL = (Outcome.WITHIN, Outcome.EQUAL)
 _HEADS = ("outcome", "tensors", "dtype and shape", "max abs", "rel. norm", "differing")
@@ -126,7 +126,7 @@ def _tensor_lines(tensors: Sequence[TensorDiff], *, show_all: bool) -> Iterator[
     found = rows(one for one in tensors if show_all or one.outcome is not Outcome.EQUAL)
     shown = found if show_all else found[:_MOST_ROWS]
     if not tensors:
-        yield line("  no tensor that can be compared")
+        yield line("  no tensors to compare")
     elif shown:
         yield from _table([_HEADS, *map(_cells, shown)])
     else:
@@ -149,7 +149,7 @@ class ValueDiff(Serialized, Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         count = count_of(len(self.parameters), "parameter")
-        a, b = ("not there" if one is None else one for one in (self.a, self.b))
+        a, b = ("not set" if one is None else one for one in (self.a, self.b))
         return f"{self.name} of {count}: {a} in A, {b} in B ({list_names(self.parameters)})"
 
 
@@ -299,15 +299,15 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         ):
             return (
                 (
-                    "both models have the same weights: if one is the other merged with an "
-                    "adapter, or trained further, the merge or the training changed nothing"
+                    "both models have the same weights: if one was merged with an adapter or "
+                    "trained further, the merge or the training changed nothing"
                 ),
             )
         if any(one.tally is not None and one.dtype_a != one.dtype_b for one in tensors):
             return (
                 (
-                    "where dtypes differ, values were compared as float64 or complex128, integers "
-                    "exactly (not U64)"
+                    "tensors of different dtypes were compared as float64 or complex128, integers "
+                    "exactly (except U64)"
                 ),
             )
         return ()

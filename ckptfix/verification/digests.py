@@ -60,7 +60,7 @@ def describe_tensors(
                 and change is not Change.EXTRA
                 and files.get(where) is Outcome.DIFFER
             ):
-                text += f"; the digest of {where} differs, too"
+                text += f"; the digest of {where} also differs"
         yield Item(
             kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change,
             text=text, other="" if one.other is None else homes.get(one.other, one.other.label),
@@ -119,17 +119,14 @@ def _tensor(
     want = recorded.get(one.key, "")
     match change:
         case Change.CHANGED:
-            return f"has other bytes than were recorded: {_digests(have, want)}"
+            return f"changed: {_digests(have, want)}"
         case Change.ZERO_TAIL:
             zeros = have.zeros if have is not None else 0
-            return (
-                f"has other bytes than were recorded, and its last {zeros} are zero: "
-                f"{_digests(have, want)}"
-            )
+            return f"changed, and its last {zeros} bytes are zero: {_digests(have, want)}"
         case Change.RENAMED:
-            return f"renamed: what was recorded of it is now {one.other}"
+            return f"renamed to {one.other}"
         case Change.MOVED:
-            return f"moved: it is now in {one.other.label if one.other is not None else '?'}"
+            return f"moved to {one.other.label if one.other is not None else '?'}"
         case _:
             return _elsewhere(change, one.other, _digests(have, want), source)
 
@@ -143,7 +140,7 @@ def _file_text(
 ) -> str:
     now, was = size
     want = recorded.get(one.key, "")
-    sizes = f"has {now} bytes, {was} were recorded; " if was is not None and was != now else ""
+    sizes = f"has {now} bytes, expected {was}; " if was is not None and was != now else ""
     match change:
         case Change.CHANGED:
             return f"{sizes}differs: {_digests(have, want)}"
@@ -151,9 +148,9 @@ def _file_text(
             zeros = have.zeros if have is not None else 0
             return f"{sizes}differs, and its last {zeros} bytes are zero: {_digests(have, want)}"
         case Change.RENAMED:
-            return f"renamed: it is now {one.other}"
+            return f"renamed to {one.other}"
         case Change.MOVED:
-            return f"moved: it is now {one.other}"
+            return f"moved to {one.other}"
         case _:
             return _elsewhere(change, one.other, _digests(have, want), "the manifest")
 
@@ -164,9 +161,9 @@ def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> 
     """
     match change:
         case Change.SWAPPED:
-            return f"swapped with {other}: each holds what was recorded of the other"
+            return f"swapped with {other}: each has the content recorded for the other"
         case Change.REPLACED:
-            return f"holds what was recorded of {other}: {digests}"
+            return f"has the content recorded for {other}: {digests}"
         case Change.MISSING:
             return "is missing"
         case Change.EXTRA:
@@ -178,7 +175,7 @@ def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> 
 def _digests(have: Hashed | None, want: str) -> str:
     if "-" in want and have is not None:
         return _ranges(have.digest.split("-"), want.split("-"))
-    name = "sha256" if len(want) == 64 else "id of git"
+    name = "sha256" if len(want) == 64 else "git blob id"
     return f"{name} {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
 
 
@@ -339,18 +336,18 @@ def file_without_digest(name: str, contents: Contents, recorded: Recorded) -> It
     """
     state, size = contents.files.get(name), recorded.sizes.get(name)
     if state is None:
-        size_of = f"; {size} bytes were saved" if size is not None else ""
+        size_of = f"; it had {size} bytes when it was saved" if size is not None else ""
         return file_item(name, Outcome.DIFFER, Change.MISSING, f"is missing{size_of}")
     if size is not None and state.size != size:
         return file_item(
-            name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved"
+            name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, expected {size}"
         )
     if name in recorded.repaired:
         text = f"{_NO_DIGEST} since a repair changed it; next: {command('seal', contents.root)}"
         return file_item(name, Outcome.NOT_CHECKED, None, text)
     if size is not None:
         return file_item(
-            name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same"
+            name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which matches"
         )
     if recorded.manifest is None:
         return file_item(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)

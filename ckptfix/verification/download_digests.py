@@ -37,7 +37,7 @@ _EDITABLE = (".json", ".jsonl", ".md", ".py", ".txt")
 _LONGEST_EDIT = 64 << 20
 """Bytes of the longest file that counts as edited by a user."""
 
-_UNVOUCHED = "has no digest of the hub: nobody vouches for it"
+_UNVOUCHED = "has no digest from the hub, so it cannot be verified"
 
 _CLOCK = 1.0
 """Seconds by which the time of a file may be later than its record; ``huggingface_hub`` allows as
@@ -51,7 +51,7 @@ class RecordedByHub(Recorded):
     ``contents``: the folder without the files of the client itself.
     """
 
-    source = "the records of the download"
+    source = "the download records"
 
     def __init__(
         self, download: Download, contents: Contents, target: Target, weights: frozenset[str]
@@ -82,7 +82,7 @@ class RecordedByHub(Recorded):
         for it.
         """
         why = self._download.unusable.get(name)
-        return False, f"nobody vouches for it: {why}" if why else _UNVOUCHED
+        return False, f"cannot be verified: {why}" if why else _UNVOUCHED
 
     def judged(self, items: Iterable[Item]) -> tuple[tuple[Item, ...], Downloaded, str]:
         """Return the items of files as a user sees them, the download, and why its records say
@@ -117,14 +117,12 @@ class RecordedByHub(Recorded):
         rest = differing - saved.keys()
         if saved and own.isdisjoint(rest) and all(map(self._is_newer, rest)):
             configs = series(sorted({*saved.values()})[:3])
-            why = (
-                f"the weights and {configs} were saved here after the download of {downloaded.name}"
-            )
+            why = f"the weights and {configs} were saved over the download of {downloaded.name}"
             return tuple(map(_unchecked, found)), replace(downloaded, lost_weights=why), why
         if lost and len(own) > 1:
             words = (
-                f"no weights here are those of {downloaded.name}: they were saved over, or all of "
-                "them are damaged"
+                f"no weights match {downloaded.name}: they were saved over, or all of them are "
+                "damaged"
             )
             downloaded = replace(downloaded, lost_weights=words)
         return tuple(found), downloaded, ""
@@ -160,7 +158,7 @@ class RecordedByHub(Recorded):
     def not_checked(self) -> Iterator[str]:
         """Yield in words what was downloaded and is not there."""
         if self._gone and self.only is None:
-            yield f"files that were downloaded and deleted since: {list_names(self._gone)}"
+            yield f"files deleted since the download: {list_names(self._gone)}"
 
     def _judged(self, item: Item) -> Item:
         if item.outcome is not Outcome.DIFFER:
@@ -168,9 +166,9 @@ class RecordedByHub(Recorded):
         newer = self._is_newer(item.name)
         if self._is_edit(item.name):
             text = (
-                "edited here: newer than its download"
+                "is newer than its download"
                 if newer
-                else f"is not the hub's text: {item.text.removeprefix('differs: ')}"
+                else f"differs from the hub's text: {item.text.removeprefix('differs: ')}"
             )
             return replace(item, outcome=Outcome.EDITED, text=text)
         if not self._has_times:
@@ -179,7 +177,7 @@ class RecordedByHub(Recorded):
             "it is newer than its download: it was saved over or copied"
             if newer
             else (
-                "its time is that of the download: the disk, a copy or the download itself "
+                "it is not newer than its download: the disk, a copy or the download itself "
                 "damaged it"
             )
         )

@@ -84,9 +84,9 @@ def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B
     """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are
     called.
     """
-    shown = [f"{one.label} in {a} is {other.label} in {b}" for one, other in pairs[:_SHOWN]]
+    shown = [f"{one.label} in {a} matches {other.label} in {b}" for one, other in pairs[:_SHOWN]]
     more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
-    return f"{', '.join(shown + more)}: a load would take the wrong model" if pairs else ""
+    return f"{', '.join(shown + more)}: a load would mix up the models" if pairs else ""
 
 
 def _slot(weights: Weights) -> object:
@@ -200,8 +200,8 @@ def _in_words(maps: tuple[KeyMap, KeyMap]) -> str:
     said = []
     for side, key_map in zip("AB", maps, strict=True):
         if key_map.inner:
-            before = f" and {dotted(key_map.remove)!r} before them" if key_map.remove else ""
-            said.append(f"without the wrappers inside of keys{before} in {side}")
+            before = f"the prefix {dotted(key_map.remove)!r} and " if key_map.remove else ""
+            said.append(f"without {before}the wrappers inside keys in {side}")
         elif key_map.remove:
             said.append(f"without {dotted(key_map.remove)!r} in {side}")
     return ", ".join(said)

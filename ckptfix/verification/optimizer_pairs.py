@@ -44,7 +44,7 @@ MASTER = "fp32"
 
 _OF_DEEPSPEED = "optimizer_state_dict"  # the key of an optimizer in a file of DeepSpeed
 _LISTED = "param group"
-_IN_GROUP = {True: "in one", False: "in none"}
+_IN_GROUP = {True: "listed", False: "not listed"}
 _NAMES = "param_names"  # an option of param groups that torch 2.6 adds for scripts that give names
 
 
@@ -179,13 +179,15 @@ def pair_optimizers(
         if a is None or b is None:
             one, (side, other) = (b, reversed(called)) if a is None else (a, called)
             assert one is not None, "of one side at least"
-            notes.append(f"the optimizer {one.label} in {side}: {other} has none at its position")
+            notes.append(
+                f"optimizer {one.label} in {side}: {other} has no optimizer at this position"
+            )
             continue
         try:
             pairs.append(_pair(*_named((left, a), (right, b), model), tolerance, called))
         except OperationError as error:
             notes.append(
-                f"the optimizer {a.label} in {called[0]} with {b.label} in {called[1]}: {error}"
+                f"optimizer {a.label} in {called[0]} and {b.label} in {called[1]}: {error}"
             )
             is_complete = False
     return Pairing(
@@ -226,21 +228,21 @@ def _named(
         if not (a.is_named or b.is_named):
             if _group_sizes(a) != _group_sizes(b):
                 words = (
-                    "parameters matched by number, as nothing names them; a load of one into the "
-                    "other fails, as their param groups have other sizes"
+                    "parameters matched by number, because they have no names; loading one into "
+                    "the other fails, because their param groups have different sizes"
                 )
                 return a, b, words
             return (
                 a.by_position(),
                 b.by_position(),
-                "parameters matched by position, as nothing names them",
+                "parameters matched by position, because they have no names",
             )
         named, numbered = (a, b) if a.is_named else (b, a)
         if (ordered := _in_order_of(named, numbered)) is None:
             raise
         words = (
-            "parameters matched by their order, as one side numbers them; next, to be sure: "
-            "--model MODULE:FACTORY"
+            "parameters matched by order, because one side has only numbers; to match them by "
+            "name: --model MODULE:FACTORY"
         )
         return (a, ordered, words) if a.is_named else (ordered, b, words)
 
@@ -282,7 +284,7 @@ def _with_names(
     is_built = model is not None or (may_build and (root / CONFIG).is_file())
     if not state.is_named and not is_built and recorded_names(root, state) is None:
         raise OperationError(
-            "nothing names its parameters; help: give the models of this run by --model "
+            "its parameters have no names; help: pass the models of this run with --model "
             "MODULE:FACTORY"
         )
     (named,) = name_optimizers(root, [state], weights=side.checkpoint.weights, model=model)
@@ -448,7 +450,7 @@ def _places(
         if left[0] != right[0]
     ]
     yield from moved or (
-        (name, "place in its param group", left[1], right[1])
+        (name, "position in the param group", left[1], right[1])
         for name, left, right in both
         if left != right
     )
@@ -524,22 +526,24 @@ def _left_out(
     """
     if unlisted:
         yield (
-            f"hyperparameters of {list_names(unlisted)}: without moments, and in no param group of "
-            "one side"
+            f"hyperparameters of {list_names(unlisted)}: no moments, and listed in the param "
+            "groups of only one side"
         )
     if begun:
         yield (
-            f"moments of {list_names(begun)}: one side has none, the other those of a parameter "
-            "without any gradient"
+            f"moments of {list_names(begun)}: one side has none, the other only zeros, as for "
+            "parameters that never had a gradient"
         )
     for number, state in enumerate(states):
         where = f"{state.label} in {called[number]}"
         if keys := [key for side, key in alone if side == number]:
-            yield f"hyperparameters that {where} alone has: {list_names(keys)}"
+            yield f"hyperparameters only in {where}: {list_names(keys)}"
         if unread := _unread(state):
-            yield f"what cannot be read in {where}: {list_names(unread)}"
+            yield f"states of {where} that cannot be read: {list_names(unread)}"
         if state.extra:
-            yield f"what {where} holds next to states and param groups: {list_names(state.extra)}"
+            yield (
+                f"entries of {where} other than states and param groups: {list_names(state.extra)}"
+            )
 
 
 def _unread(state: OptimizerState) -> list[str]:

@@ -86,8 +86,8 @@ def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, 
         or not (0.01 <= float(number) <= 100 or not float(number))
     ):
         raise UsageError(
-            f"{option} {text}: expected a part such as 5%, from 0.01% to 100%, or 0%, or I/N such "
-            "as 0/7"
+            f"{option} {text}: expected a percentage such as 5% (0%, or 0.01% to 100%), or a share "
+            "I/N such as 0/7"
         )
     total = ceil(100 / float(number)) if float(number) else 0
     return tuple(Share(one, total) for one in range(total))
@@ -134,12 +134,12 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if not self.files:
             return "no digests"
-        since = f" since {moment(self.oldest)[:10]}" if self.before else ""
+        since = f" (since {moment(self.oldest)[:10]})" if self.before else ""
         stopped = f" ({self.stopped} stopped halfway)" if self.stopped else ""
         return (
-            f"{self.read} of {count_of(self.files, 'file')} with digests read now "
+            f"{self.read} of {count_of(self.files, 'file')} with digests read in this run "
             f"({human_size(self.read_bytes)} of {human_size(self.nbytes)}), {self.before} "
-            f"before{since}, {self.never} never{stopped}"
+            f"earlier{since}, {self.never} never{stopped}"
         )
 
 
@@ -196,10 +196,10 @@ class ScrubResult(Printable, Serialized, Struct, frozen=True, kw_only=True):
         if self.verdict == _NOT_REACHED:
             return  # they are counted
         if self.verdict == _REMOVED:
-            yield line(f"{self.path}: removed while it was looked at")
+            yield line(f"{self.path}: removed during this run")
             return
         when = f" (on {moment(self.looked)[:10]})" if self.is_kept and self.looked else ""
-        data = f"data: {self.data}" if self.data is not None else "not reached this time"
+        data = f"data: {self.data}" if self.data is not None else "not reached in this run"
         yield line(f"{self.path}: {self.verdict}{when}; {data}", bold=bool(self.status))
         serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
         yield from (
@@ -310,8 +310,8 @@ class Scrub(Struct, kw_only=True):
             found = self._look_into(folder, place, now, files, fingerprint, before, last)
         if not found[0].is_kept and _files(path)[1] != fingerprint:
             raise ChangedError(
-                f"{path} changed while it was looked at, so nothing is known about it; the next "
-                "run looks again"
+                f"{path} changed while it was checked, so it has no verdict; the next run checks "
+                "it again"
             )
         return found
 

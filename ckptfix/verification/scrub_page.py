@@ -57,9 +57,9 @@ def fleet_page(looks: Iterable[Look], begun: float, unknown: int) -> str:
         head = f'<th scope="row">{html_text(run)}</th>'
         rows.append(f'<tr>{head}<td><div class="cells">{"".join(parts)}</div></td></tr>')
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    total = f"{count_of(sum(counts.values()), 'checkpoint')}: {words or 'none was looked at'}"
+    total = f"{count_of(sum(counts.values()), 'checkpoint')}: {words or 'none was checked'}"
     if unknown:
-        total += f"; not here, as no run has reached them: {count_of(unknown, 'checkpoint')}"
+        total += f"; not shown, never reached by a run: {count_of(unknown, 'checkpoint')}"
     moment = datetime.fromtimestamp(begun).astimezone().isoformat(" ", "minutes")
     return html_document(
         "ckptfix scrub",
@@ -91,11 +91,11 @@ def _legend() -> str:
         (
             "unknown",
             (
-                "no complete checkpoint or not known: without weights, staging, not finished or "
-                "failed"
+                "not a complete checkpoint, or no verdict: without weights, staging, not finished "
+                "or failed"
             ),
         ),
-        ("old", "not looked at by this run: the verdict of an earlier one"),
+        ("old", "not checked in this run: verdict of an earlier run"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
     return f'<ul class="legend">{items}</ul><p>Click a verdict to see what was found.</p>'
@@ -118,7 +118,7 @@ def _cell(look: Look, verdict: str, *, is_old: bool) -> str:
 def _about(data: Mapping[str, Any] | None) -> str:
     """Return in words how much of the data was read so far."""
     if not data or not data["files"]:
-        return "no data can be read, without digests"
+        return "no digests, so the data cannot be checked"
     read = data["files"] - data["never"]
     since = f" since {str(data['oldest'])[:10]}" if read else ""
     return f"{read} of {count_of(data['files'], 'file')} with digests read{since}"

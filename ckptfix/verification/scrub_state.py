@@ -87,7 +87,7 @@ class State:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"--state {path} cannot be made: {error.strerror}; name another file"
+                f"--state {path}: cannot create its folder: {error.strerror}; name another file"
             ) from None
         with self._used():
             self._file = sqlite3.connect(
@@ -112,10 +112,14 @@ class State:
         if (application, version) == (_APPLICATION, _VERSION):
             return
         if application or self._file.execute("SELECT 1 FROM sqlite_master").fetchone():
-            found = f"version {version}" if application == _APPLICATION else "another program"
+            kind = (
+                f"state version {version}, expected {_VERSION}"
+                if application == _APPLICATION
+                else "a database of another program"
+            )
             raise UsageError(
-                f"--state {self._path}: it is of {found}, and not a state of this ckptfix; name "
-                "another file"
+                f"--state {self._path}: not a scrub state of this ckptfix ({kind}); name another "
+                "file"
             )
         for one in _TABLES.strip().split(";\n"):
             self._file.execute(one)
@@ -128,8 +132,8 @@ class State:
             yield
         except sqlite3.OperationalError as error:  # locked, a full disk, no permission
             raise OperationError(
-                f"--state {self._path} cannot be used: {error}; next: make room, wait for the "
-                "other scrub, or name another file"
+                f"--state {self._path} cannot be used: {error}; next: free disk space, wait for "
+                "the other scrub, or name another file"
             ) from None
         except sqlite3.DatabaseError as error:
             raise UsageError(

@@ -134,39 +134,41 @@ class SealReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             yield line(f"{self.path} {what}: nothing was written", bold=True)
             yield line(f"next: {self._mend()}")
             force = command("seal", self.path, "", "--force")
-            yield line(f"or seal it as it is, and verify takes this for the original: {force}")
+            yield line(f"or seal it anyway, and verify will treat this as the original: {force}")
             return
         tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
-        ranges = f", long files by {count_of(self.ranges, 'range')} of 1 GB" if self.ranges else ""
+        ranges = f", long files in {count_of(self.ranges, 'range')} of 1 GB" if self.ranges else ""
         size = human_size(self.nbytes)
         yield line(
             f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}",
             bold=True,
         )
         if self.hub is not None:
-            proven = (
-                f"{count_of(self.proven, 'file')} equal to {self.hub.name} by the hub's own digests"
-            )
+            proven = count_of(self.proven, "file")
             yield line(
-                f"proven: {proven}" if self.proven else f"not compared: {self.hub.lost_weights}"
+                f"proven by the hub's digests of {self.hub.name}: {proven}"
+                if self.proven
+                else f"not compared: {self.hub.lost_weights}"
             )
         yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
         if self.signed_by:
             yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
         elif self.statements:
             yield line(
-                f"not signed: {', '.join(self.statements)}; anyone could have written them",
+                f"not signed, so anyone could have written this: {', '.join(self.statements)}",
                 colour="yellow",
             )
         yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
         yield from (line(f"not sealed: {words}") for words in self.special)
         if self.transaction is not None:
-            yield line(f"to undo this, before any earlier repair: {command('undo', self.path)}")
+            yield line(
+                f"to undo this seal, before any earlier repair: {command('undo', self.path)}"
+            )
         option = "--signature" if self.signed_by else "--oms"
         files = [part for name in self.statements for part in (option, str(self.path / name))]
         by_statements = f"{command('verify', self.path, '', *files)} {self.trust}".strip()
         if any(finding.severity is not Severity.NOTE for finding in self.findings):
-            yield line("verify reports what is above, too, and ends with 1")
+            yield line("verify also reports these findings and exits with status 1")
         yield line(f"next: {by_statements if self.signed_by else command('verify', self.path)}")
         if self.signed_by:
             yield line(f"or, without verifying who signed: {command('verify', self.path)}")
@@ -238,8 +240,8 @@ def seal(
         contents = without_client(contents)
     if (target.root / JOURNAL / UNFINISHED).exists() and not force:
         raise OperationError(
-            f"{target.root} holds files of two saves: the last one was interrupted; next: save "
-            f"again, or, to seal it as it is: {command('seal', target.root, '', '--force')}"
+            f"{target.root} holds files of two saves: the last save was interrupted; next: save "
+            f"again, or, to seal it anyway: {command('seal', target.root, '', '--force')}"
         )
     shape = structure(
         contents,
@@ -391,7 +393,7 @@ def _statements(
     for name, why in contents.special.items():
         raise OperationError(
             f"{contents.root / name}: {why}, which OpenSSF Model Signing cannot cover; nothing was "
-            "written; next: remove it, or write the manifest alone: "
+            "written; next: remove it, or write only the manifest: "
             f"{command('seal', contents.root)}"
         )
     name = contents.root.resolve().name or "checkpoint"
@@ -481,7 +483,7 @@ def _write(backend: Backend, manifest: Manifest, statements: Mapping[str, bytes]
     root, data = backend.root, manifest.to_bytes()
     if len(data) > MAX_MANIFEST:
         raise OperationError(
-            f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
+            f"{root}: the manifest would be too large: {len(data)} bytes (limit {MAX_MANIFEST})"
         )
     files = {**statements, MANIFEST: data}
     store = store_of(root)

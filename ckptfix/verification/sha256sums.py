@@ -44,14 +44,9 @@ class Listed(NamedTuple):
     def not_checked(self, name: str) -> Iterator[str]:
         """Yield in words what of the list was not compared."""
         if self.outside:
-            yield (
-                f"{count_of(self.outside, 'checksum')} of {name}, of files outside of the "
-                "checkpoint"
-            )
+            yield f"{count_of(self.outside, 'checksum')} in {name} for files outside the checkpoint"
         if self.unread:
-            yield (
-                f"{count_of(self.unread, 'line')} of {name} without a sha256 and the name of a file"
-            )
+            yield f"{count_of(self.unread, 'line')} in {name} without a sha256 and a file name"
 
 
 def find_sums(root: AnyPath, needed: Iterable[str]) -> AnyPath | None:
@@ -88,7 +83,7 @@ def read_sums(path: AnyPath, root: AnyPath) -> Listed:
     listed = existing(path)
     with open_reader(listed) as reader:
         if reader.size > MAX_MANIFEST:
-            raise OperationError(f"{path} has {reader.size} bytes, {MAX_MANIFEST} are read at most")
+            raise OperationError(f"{path} is too large: {reader.size} bytes (limit {MAX_MANIFEST})")
         data = reader.read(0, reader.size)
     sums = parse_sums(data, str(path))
     home = os.path.normpath(str(absolute(root)))

@@ -36,8 +36,10 @@ _MATERIALS = {
     "x509CertificateChain": "certificates",
     "certificate": "an identity",
 }
-_SIGN_OTHERWISE = "nothing was written; next: run it with a network, or with a key of your own"
-_VERIFY_OTHERWISE = "nothing was verified; next: run it with a network, or --trust-config FILE"
+_SIGN_OTHERWISE = "nothing was written; next: run again with network access, or sign with a key"
+_VERIFY_OTHERWISE = (
+    "nothing was verified; next: run again with network access, or with --trust-config FILE"
+)
 _OPTIONS = {
     "publicKey": "--key PUBLIC_KEY",
     "x509CertificateChain": "--certificate-chain CA.pem",
@@ -66,7 +68,7 @@ class Trust(Struct, frozen=True, kw_only=True):
         named = [self.key is not None, bool(self.certificates), self.identity is not None]
         if sum(named) != 1:
             raise UsageError(
-                "name who must have signed, by one of: " + "; ".join(_OPTIONS.values())
+                "name the expected signer with one of: " + "; ".join(_OPTIONS.values())
             )
         both = (self.identity, self.identity_provider)
         if both != (None, None) and not all(both):
@@ -107,9 +109,9 @@ class Attestation(Serialized, Struct, frozen=True, kw_only=True):
                 colour="green",
             )
         if self.is_signed:
-            words = f"its signature, by {self.signer}, was not verified: anyone can have written it"
+            words = f"signature by {self.signer} not verified: anyone could have written it"
         else:
-            words = "not signed: anyone can have written it"
+            words = "not signed: anyone could have written it"
         return line(f"{self.path}: {self.kind}, {words}", colour="yellow")
 
 
@@ -129,7 +131,7 @@ def open_statement(path: AnyPath, trust: Trust | None) -> Opened:
     """
     with open_reader(existing(path)) as reader:
         if reader.size > MAX_MANIFEST:
-            raise OperationError(f"{path} has {reader.size} bytes, {MAX_MANIFEST} are read at most")
+            raise OperationError(f"{path} is too large: {reader.size} bytes (limit {MAX_MANIFEST})")
         data = reader.read(0, reader.size)
     bundle = _bundle(data, path)
     if bundle is None:
@@ -138,8 +140,7 @@ def open_statement(path: AnyPath, trust: Trust | None) -> Opened:
         if trust is None:
             return Opened(found, statement)
         problem = (
-            "is not signed; to compare with it all the same: ckptfix verify --oms "
-            f"{shell_path(path)}"
+            f"is not signed; to compare with it anyway: ckptfix verify --oms {shell_path(path)}"
         )
         return Opened(Attestation(path=path, kind=found.kind, problem=problem), None)
     if trust is None:
@@ -186,7 +187,7 @@ class Signing(Protocol):
         """Return a bundle for each statement."""
 
 
-_NEW_KEY = "next, to make a key: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+_NEW_KEY = "next, to create a key: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
 
 
 class KeySigning:
@@ -315,7 +316,7 @@ def _bundle(data: bytes, path: AnyPath) -> _Bundle | None:
     try:
         document = strict_json(data)
         if not isinstance(document, dict):
-            raise ValueError("it is not an object of JSON")
+            raise ValueError("it is not a JSON object")
         if "_type" in document:
             return None
         if "dsseEnvelope" not in document:
@@ -347,7 +348,7 @@ def _bundle(data: bytes, path: AnyPath) -> _Bundle | None:
         own = material[kinds[0]]
         hint = own.get("hint") if isinstance(own, dict) else None
         if hint is not None and not isinstance(hint, str):
-            raise ValueError("its hint at a key is not text")
+            raise ValueError("its key hint is not text")
         return _Bundle(data, base64.b64decode(payload, validate=True), kinds[0], hint or "")
     except ValueError as why:
         raise OperationError(
@@ -363,7 +364,7 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
     if bundle.material != trust.material():
         raise _Invalid(
             f"is signed by {_MATERIALS[bundle.material]}, expected {_MATERIALS[trust.material()]}; "
-            f"next: name the signer by {_OPTIONS[bundle.material]}"
+            f"next: name the signer with {_OPTIONS[bundle.material]}"
         )
     verifying = _imported("model_signing.verifying")
     if trust.key is not None:
@@ -371,8 +372,8 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
         own = fingerprint(known)
         if bundle.hint and bundle.hint != own:
             raise _Invalid(
-                f"is signed with an unknown key, sha256:{bundle.hint[:16]}, expected {trust.key} "
-                f"(sha256:{own[:16]})"
+                f"is signed with another key, sha256:{bundle.hint[:16]} (expected {trust.key}, "
+                f"sha256:{own[:16]})"
             )
     config = verifying.Config()
     if trust.key is not None:
@@ -382,7 +383,9 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
         try:
             config.use_certificate_verifier(certificate_chain=chain)
         except ValueError:
-            raise UsageError(f"{', '.join(map(str, chain))}: not certificates in PEM") from None
+            raise UsageError(
+                f"{', '.join(map(str, chain))}: expected certificates in PEM"
+            ) from None
     else:
         _use_identity(config, trust)
     read = _imported(
@@ -411,9 +414,9 @@ def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
 def _why_not(error: Exception, trust: Trust) -> str:
     said = str(error).split("\n")[0][:200]
     if type(error).__name__ == "InvalidSignature":
-        whose = f"with {trust.key}" if trust.key is not None else "by its certificate"
-        return f"the signature is not {whose}, or the statement was changed after it was signed"
-    return f"the signature is not valid: {said or type(error).__name__}"
+        key = trust.key if trust.key is not None else "its certificate"
+        return f"has a signature that does not match {key}, or was changed after it was signed"
+    return f"has an invalid signature: {said or type(error).__name__}"
 
 
 def _use_identity(config: Any, trust: Trust) -> None:
@@ -431,7 +434,7 @@ def _signer(trust: Trust) -> str:
         return f"{trust.identity} at {trust.identity_provider}"
     if trust.key is not None:
         return f"{trust.key} (sha256:{fingerprint(_public_key(existing(trust.key)))[:16]})"
-    return f"a certificate below {', '.join(map(str, trust.certificates))}"
+    return f"a certificate issued under {', '.join(map(str, trust.certificates))}"
 
 
 def _trust_config(models: Any, path: str | os.PathLike[str] | None) -> Any:
@@ -440,7 +443,7 @@ def _trust_config(models: Any, path: str | os.PathLike[str] | None) -> Any:
             return models.ClientTrustConfig.from_json(_small_file(existing(path)).decode())
         except ValueError as error:
             raise UsageError(
-                f"{path}: not a trust configuration of Sigstore: {str(error)[:200]}"
+                f"{path}: not a Sigstore trust configuration: {str(error)[:200]}"
             ) from None
     try:
         return models.ClientTrustConfig.production()
@@ -505,7 +508,9 @@ def _kind(statement: Statement) -> str:
 def _small_file(path: AnyPath) -> bytes:
     with open_reader(path) as reader:
         if reader.size > 1 << 20:
-            raise UsageError(f"{path} has {reader.size} bytes: expected a key or a configuration")
+            raise UsageError(
+                f"{path}: expected a key or a configuration, found {reader.size} bytes"
+            )
         return reader.read(0, reader.size)
 
 
@@ -517,5 +522,5 @@ def _imported(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise UsageError(
-            f"signatures need the extra: pip install 'ckptfix[signing]' ({error})"
+            f"signatures need the signing extra: pip install 'ckptfix[signing]' ({error})"
         ) from None

@@ -248,7 +248,7 @@ def strict_json(data: bytes) -> Any:
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
-        raise _Refused("it is nested too deep") from None
+        raise _Refused("it is nested too deeply") from None
     except _Refused:
         raise
     except ValueError as error:
@@ -309,7 +309,7 @@ def _statement(document: dict[str, Any]) -> Statement:
     if kind == _OLD_FILES:
         return _old_files(subjects)
     if kind not in (_FILES, _TENSORS):
-        raise _Refused(f"it is about {_shown(kind)}, expected {_FILES} or {_TENSORS}")
+        raise _Refused(f"its predicate type is {_shown(kind)}, expected {_FILES} or {_TENSORS}")
     if len(subjects) != 1:
         raise _Refused(f"it has {count_of(len(subjects), 'subject')}, expected 1")
     name = _get(subjects[0], "name", _text)
@@ -322,7 +322,7 @@ def _statement(document: dict[str, Any]) -> Statement:
     else:
         statement, found = _files(name, predicate)
     if found != root:
-        raise _Refused(f"its subject is {root[:12]}, and what it lists gives {found[:12]}")
+        raise _Refused(f"its subject has the digest {root[:12]}, but its entries give {found[:12]}")
     return statement
 
 
@@ -336,7 +336,7 @@ def _files(name: str, predicate: dict[str, Any]) -> tuple[FileStatement, str]:
         raise _Refused(f"its digests are {_shown(algorithm)}, expected {', '.join(ALGORITHMS)}")
     size = _get(how, "shard_size", _whole) if method == "shards" else None
     if size == 0:
-        raise _Refused("its shards have 0 bytes")
+        raise _Refused("its shard size is 0 bytes")
     scheme = Scheme(algorithm=algorithm, shard_size=size)
     called = algorithm if size is None else f"{algorithm}-sharded-{size}"
     found: dict[str, list[Shard]] = {}
@@ -344,7 +344,7 @@ def _files(name: str, predicate: dict[str, Any]) -> tuple[FileStatement, str]:
     for one in _get(predicate, "resources", _list):
         resource = _object(one, "a resource")
         if (own := _get(resource, "algorithm", _text)) != called:
-            raise _Refused(f"a digest is {_shown(own)}, expected {called}")
+            raise _Refused(f"the algorithm of a digest is {_shown(own)}, expected {called}")
         path, shard = _resource(_get(resource, "name", _text), size)
         digest = _digest(resource, "digest", algorithm)
         digests.append(digest)
@@ -388,7 +388,7 @@ def _resource(name: str, shard_size: int | None) -> tuple[str, Shard]:
             raise _Refused(f"the shard {_shown(name)} is not of the form FILE:START:END")
         shard = Shard(int(ends[0]), int(ends[1]), "")
     if path != ALONE and not is_inside(path):
-        raise _Refused(f"the path {_shown(path)} is not inside of the folder")
+        raise _Refused(f"the path {_shown(path)} is outside the folder")
     return path, shard
 
 
@@ -443,14 +443,12 @@ def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
     label = _get(model, "name", _text)
     kind = _get(model, "format", _text)
     if kind not in {one.value for one in Format}:
-        raise _Refused(
-            f"the format of {_shown(label)} is {_shown(kind)}, which is not one of ckptfix"
-        )
+        raise _Refused(f"the format of {_shown(label)} is {_shown(kind)}, which is not supported")
     folder = _get(model, "folder", _text)
     files = [_text(one, "a file") for one in _get(model, "files", _list)]
     for path in (*files, *([folder] if folder != "." else [])):
         if not is_inside(path):
-            raise _Refused(f"the path {_shown(path)} is not inside of the folder")
+            raise _Refused(f"the path {_shown(path)} is outside the folder")
     tensors: list[StoredTensor] = []
     ties: dict[str, str] = {}
     digests: dict[str, str] = {}
@@ -486,7 +484,7 @@ def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
 def _dtype_and_shape(tensor: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     dtype = _get(tensor, "dtype", _text)
     if dtype not in DTYPE_BITS:
-        raise _Refused(f"the dtype {_shown(dtype)} is not one of safetensors")
+        raise _Refused(f"{_shown(dtype)} is not a dtype of safetensors")
     shape = tuple(_whole(length, "a length") for length in _get(tensor, "shape", _list))
     if prod(shape) * DTYPE_BITS[dtype] >= _BITS:
         raise _Refused(f"a tensor of shape {_shown(list(shape))} is larger than any file")
@@ -546,7 +544,7 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 def _digest(document: dict[str, Any], key: str, algorithm: str) -> str:
     value = _get(document, key, _text)
     if not (_LONG_HEX if algorithm == "blake2b" else _HEX).fullmatch(value):
-        raise _Refused(f"{_shown(value)} is not the {algorithm} of anything")
+        raise _Refused(f"{_shown(value)} is not a {algorithm} digest")
     return value
 
 

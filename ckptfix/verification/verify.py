@@ -86,9 +86,7 @@ def verify(
     not right.
     """
     if against is not None and (signatures or statements or sha256sums):
-        raise UsageError(
-            "--against compares with another checkpoint, not with a signature or a list as well"
-        )
+        raise UsageError("--against cannot be combined with --signature, --oms or --sha256sums")
     target = find_target(path)
     contents = read_contents(target)
     is_attested = bool(signatures or statements or sha256sums or trust)
@@ -194,13 +192,13 @@ def verify(
         return report
     if is_attested:
         sources = series([str(one.path) for one in evidence.attestations])
-        return replace(report, no_digest=f"{sources} lists nothing that is here")
+        return replace(report, no_digest=f"nothing in this checkpoint is listed in {sources}")
     if saved_over:
         return replace(report, no_digest=f"{saved_over}{_to_seal(target, report)}")
     why = (
         "there is no manifest"
         if manifest is None
-        else "the manifest has no digest of anything here"
+        else "no file or tensor has a digest in the manifest"
     )
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
 
@@ -218,9 +216,9 @@ def _own_folders(contents: Contents, evidence: Evidence) -> Iterator[str]:
     """
     folders = own_folders(contents, evidence, listed=False)
     if folders == [JOURNAL]:
-        yield f"{JOURNAL}, the folder of ckptfix itself, which no loader reads"
+        yield f"{JOURNAL}, ckptfix's own folder, which no loader reads"
     elif folders:
-        yield f"{list_names(folders)}: folders of ckptfix itself, which no loader reads"
+        yield f"{list_names(folders)}: ckptfix's own folders, which no loader reads"
 
 
 def _unverified_signatures(target: Target) -> Iterator[str]:
@@ -229,7 +227,7 @@ def _unverified_signatures(target: Target) -> Iterator[str]:
     if names:
         parts = [part for name in names for part in ("--signature", str(target.root / name))]
         verifies = command("verify", target.root, "", *parts, "--key", "PUBLIC_KEY")
-        yield f"who signed {' and '.join(names)}; {verifies}"
+        yield f"who signed {' and '.join(names)}; to verify it: {verifies}"
 
 
 def _not_hashed(
@@ -261,7 +259,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     is_fixable = any(one.is_fixable for one in serious)
     repair = command("repair", target.root, target.only or "")
     if any(one.severity is not Severity.NOTE for one in report.values):
-        mends = f"; next, for the structure alone: {repair}" if is_fixable else ""
+        mends = f"; next, to repair only the structure: {repair}" if is_fixable else ""
         return f", and a seal would record the damaged values as the original{mends}"
     if any(one.is_salvageable for one in serious):
         return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
@@ -272,7 +270,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     if any(map(forbids_seal, serious)):
         return ", and seal refuses a damaged or incomplete folder"
     if target.only is not None:
-        return f"; to seal all files of its folder: {command('seal', target.root)}"
+        return f"; to seal its folder: {command('seal', target.root)}"
     return f"; next: {command('seal', target.root)}"
 
 
@@ -534,7 +532,7 @@ def _not_looked_at(
     if not data:
         yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
     else:
-        yield "values of other states than weights and moments, such as custom objects"
+        yield "values of states other than weights and moments, such as custom objects"
         beside = [
             name
             for name in contents.beside()
@@ -542,18 +540,17 @@ def _not_looked_at(
             and not any(words.startswith(f"structure: {name}: ") for words in told)
         ]
         if beside:
-            files = count_of(len(beside), "file")
-            yield (
-                f"values of {files} of weights next to those that are loaded: {list_names(beside)}"
-            )
+            files = count_of(len(beside), "weight file")
+            yield f"values of {files} next to those that are loaded: {list_names(beside)}"
         spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
         if spread:
             yield (
-                f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their "
-                "file"
+                f"lost pages in {count_of(spread, 'tensor')} whose elements are not contiguous in "
+                "the file"
             )
     for weights in contents.weights:
         if weights.opaque:
-            yield f"what is not a plain tensor in {weights.label}: {list_names(weights.opaque)}"
+            names = list_names(weights.opaque)
+            yield f"values in {weights.label} that are not plain tensors: {names}"
     for label, why in contents.unreadable.items():
         yield f"tensors of {label}: {why}"

@@ -256,16 +256,16 @@ class Downloaded(Serialized, Struct, frozen=True, kw_only=True):
     def line(self) -> Line:
         """The revision, and how many files were compared with its records."""
         files = count_of(sum(self.revisions.values()), "file")
-        return line(f"compared with what the hub's client recorded: {files} of {self.name}")
+        return line(f"compared with the hub client's download records: {files} of {self.name}")
 
     def advice(self) -> Iterator[Line]:
         """Yield what to do where a file differs."""
         if self.lost_weights:
             yield line(self.lost_weights)
         for again in self.again:
-            unknown = " (REPO: the repository, whose name is not recorded)" if not self.repo else ""
-            yield line(f"next, to download what differs again: {again}{unknown}")
-        yield line(f"or, where you changed it on purpose: {self.seal}")
+            unknown = " (REPO: the repository; its name was not recorded)" if not self.repo else ""
+            yield line(f"next, to download these files again: {again}{unknown}")
+        yield line(f"or, if you changed them on purpose: {self.seal}")
 
 
 class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
@@ -413,11 +413,12 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
                     f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green"
                 )
         if self.read_values:
-            what = "no problem in" if not self.values else "read in"
-            yield line(f"values: {what} {count_of(self.read_values, 'tensor')}")
+            tensors = count_of(self.read_values, "tensor")
+            words = f"{tensors} read" if self.values else f"no problem in {tensors}"
+            yield line(f"values: {words}")
         if self.status == 0 and not self.no_digest:
             texts = sum(item.outcome is Outcome.EDITED for item in self.items)
-            but = f" but {count_of(texts, 'edited text')}" if texts else ""
+            but = f" except {count_of(texts, 'edited text')}" if texts else ""
             yield line(f"no difference found in what was checked{but}", colour="green")
         yield from map(unchecked_line, self.not_checked)
         yield from self._advice()
@@ -433,13 +434,13 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         """Yield what a difference means, and what to do about it: of what no repair mends, too."""
         if self.unfinished:
             yield line(
-                "next: make what could not be read readable, or copy it again from where it came; "
+                "next: make the unreadable files readable, or copy them again from their source; "
                 f"then: {self.again or command('verify', self.path)}"
             )
         if any(finding.is_fixable for finding in self.findings):
             yield line(f"next: {command('repair', self.path)}")
         for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
-            yield line(f"next, as no repair mends values ({code}): {ADVICE[code]}")
+            yield line(f"next, for {code}, which no repair can fix: {ADVICE[code]}")
         changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
         if not changed or self.against is not None:
             return
@@ -450,32 +451,32 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
             yield from self.hub.advice()
             return
         if set(changed) == {Change.EXTRA}:
-            yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
+            yield line(f"next, if you added this on purpose: {command('seal', self.path)}")
             return
         yield line(
-            "the checkpoint is not what was recorded: a copy, the disk or a later save changed it"
+            "the checkpoint differs from its manifest: a copy, the disk or a later save changed it"
         )
         yield line(
-            "next: copy what differs again from where it came, then: "
+            "next: copy the differing files again from their source, then: "
             f"{command('verify', self.path)}; or resume from the newest complete checkpoint, "
             "which ckptfix.latest_checkpoint(PROJECT) finds"
         )
         yield line(
-            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the "
+            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, if the "
             f"change is intended: {command('seal', self.path, '', '--force')}"
         )
 
     def _advice_on_statements(self) -> Iterator[Line]:
         yield line(
-            "the checkpoint is not what the statement is about: a repair, a later save or somebody "
-            "changed it"
+            "the checkpoint differs from the statement: a repair, a later save or somebody changed "
+            "it"
         )
-        yield line(f"next: get what differs again from where it came, then: {self.again}")
+        yield line(f"next: get the differing files again from their source, then: {self.again}")
         kinds = {one.kind for one in self.statements}
         if "files" in kinds and not self.count(Kind.TENSOR)[Outcome.DIFFER]:
             yield line(
-                "or, where a repair or migrate changed the files: compare the tensors alone with "
-                f"the statement of tensors, such as --signature {SIGNED[1]}"
+                "or, if a repair or migrate changed the files: compare only the tensors with the "
+                f"statement of tensors, such as --signature {SIGNED[1]}"
             )
 
 
@@ -484,7 +485,7 @@ def _wrong(result: VerifyReport) -> Iterator[str]:
     for severity in (Severity.ERROR, Severity.WARNING):
         structure = sum(one.severity is severity for one in result.findings)
         if structure:
-            yield f"{count_of(structure, severity.value)} of the structure"
+            yield f"{count_of(structure, severity.value)} in the structure"
         values = sum(one.severity is severity for one in result.values)
         if values:
             yield f"{count_of(values, severity.value)} about values"
@@ -492,9 +493,9 @@ def _wrong(result: VerifyReport) -> Iterator[str]:
         if number := result.count(kind)[Outcome.DIFFER]:
             yield f"{count_of(number, kind.value)} that {'differs' if number == 1 else 'differ'}"
     if result.crossed:
-        yield "positions of models that differ"
+        yield "models in different positions"
     if result.unfinished:
-        yield f"{count_of(len(result.unfinished), 'thing')} that could not be read"
+        yield f"{count_of(len(result.unfinished), 'item')} that could not be read"
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
@@ -524,7 +525,7 @@ def _together(items: Sequence[Item]) -> list[Item]:
             if item is pairs[pair][0]:
                 tensors = count_of(followers.get(pair, 0), "tensor")
                 more = (
-                    f", and so do their {tensors}"
+                    f"; {tensors} swapped with them"
                     if item.change is Change.SWAPPED
                     else f", with its {tensors}"
                 )

@@ -173,7 +173,7 @@ def test_a_manifest_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 def test_missing_files_are_named_with_both_sizes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"123")
     assert missing_files(tmp_path, make()) == [
-        "model.safetensors has 3 bytes, 4 were saved",
+        "model.safetensors has 3 bytes (expected 4, as saved)",
         "sub/part.bin is missing",
     ]
 
@@ -240,7 +240,7 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
     )
     assert incomplete(tmp_path) is None
     (tmp_path / "pytorch_model.bin").unlink()
-    assert incomplete(tmp_path) == "no weights of a model"
+    assert incomplete(tmp_path) == "no model weights"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_zeros_in_front_of_a_number_count_as_accelerate_counts_them(
 
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
-    assert incomplete(tmp_path) == "no weights of a model"
+    assert incomplete(tmp_path) == "no model weights"
     write_safetensors(tmp_path / "model.safetensors", {"a": b"x"})
     assert incomplete(tmp_path) is None
     (tmp_path / ".ckptfix").mkdir()

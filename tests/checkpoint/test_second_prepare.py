@@ -306,12 +306,12 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
         (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer shows"),
         (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer shows"),
         (of_a_head_with_shapes_of_its_backbone, "no optimizer shows"),
-        (of_a_damaged_optimizer, "the steps of optimizer.bin cannot be read"),
+        (of_a_damaged_optimizer, "the step count of optimizer.bin cannot be read"),
         (of_twin_towers, "optimizer.bin has parameters of both"),
         (lambda folder: of_twin_towers(folder, "SGD"), "optimizer.bin has parameters of both"),
         (
             lambda folder: beside_a_trained_net(folder, empty(0, 3)),
-            "they hold no byte that could differ",
+            "they hold no data to compare",
         ),
         (lambda folder: beside_a_trained_net(folder, of_buffers()), "no optimizer shows"),
         (lambda folder: beside_a_trained_net(folder, empty()), "no optimizer shows"),
@@ -446,7 +446,7 @@ def test_a_folder_of_very_many_entries_is_asked_about(
     monkeypatch.setattr(second_prepare, "MAX_ENTRIES", 2)
     code, advice = verdict(last)
     assert code == "identical-models"
-    assert "more than 2 models and optimizers, which are not matched" in advice
+    assert "more than 2 models and optimizers, too many to match" in advice
     assert repair(last).steps == ()
 
 
@@ -542,7 +542,7 @@ def test_the_average_is_the_only_second_entry_of_a_corrected_script(tmp_path: Pa
     beside_its_average(tmp_path / "lone", 3, is_corrected=True)
     code, advice = verdict(lone)
     assert code == "identical-models"
-    assert "as they may differ in epoch_3, which has another number of such models" in advice
+    assert "as they may differ in epoch_3, which has a different number of such models" in advice
 
 
 def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_a_target_network_that_was_apart_before_the_average_began(tmp_path: Path
         folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
     code, advice = verdict(folders[2])
     assert code == "identical-models"
-    assert "as they may differ in epoch_1, which has another number of such models" in advice
+    assert "as they may differ in epoch_1, which has a different number of such models" in advice
     assert repair(folders[2]).steps == ()
 
 
@@ -638,10 +638,10 @@ def test_a_plan_that_would_add_a_finding_is_rolled_back(tmp_path: Path) -> None:
     """
     folder = of_twin_towers(tmp_path / "checkpoint")
     before = snapshot(folder)
-    with pytest.raises(RolledBackError, match=r"there is a new finding: optimizer\.bin"):
+    with pytest.raises(RolledBackError, match=r"the repair caused a new finding: optimizer\.bin"):
         repair(folder, policy=Policy(keep={Role.MODEL: 1}))
     assert snapshot(folder) == before
-    with pytest.raises(OperationError, match=r"there is a new finding: optimizer\.bin"):
+    with pytest.raises(OperationError, match=r"the repair caused a new finding: optimizer\.bin"):
         repair(folder, policy=Policy(keep={Role.MODEL: 1}), output=tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 

@@ -47,11 +47,11 @@ class FolderGroup:
         for rank in range(self.total):
             while not (path := self.folder / f"{self.step}-{rank}").exists():
                 if self._has_ended(rank) and not path.exists():
-                    raise TeamError("another process has ended before its work was done")
+                    raise TeamError("another process stopped before it was done")
                 if time.monotonic() > end and patience is not None:
                     return None
                 if time.monotonic() > end:
-                    raise TeamError(f"another process gave no answer for {self.timeout:g} s")
+                    raise TeamError(f"another process did not respond for {self.timeout:g} s")
                 time.sleep(0.002)
             answer = path.read_bytes()
             answers.append((int.from_bytes(answer[:8], "big"), answer[8:]))

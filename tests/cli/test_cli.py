@@ -86,7 +86,7 @@ def test_a_folder_without_a_checkpoint_is_no_healthy_one(
     empty.mkdir()
     for verb in ("check", "repair"):
         assert run([verb, str(empty), "--json"]) == 2
-        assert "holds no file of a checkpoint" in printed(capsys)["error"]
+        assert "has no checkpoint files" in printed(capsys)["error"]
         assert run([verb, str(folder.parent), "--json"]) == 2
         next_step = (
             f"check --recursive {folder.parent}"
@@ -180,7 +180,7 @@ def test_each_output_says_once_when_a_deletion_is_wrong(
         ("1.12.0/triple-bin", "looks for pytorch_model_1.bin"),
         (
             "1.15.0/student-teacher-wrapper-safetensors",
-            "finds another model in model_1.safetensors",
+            "finds the wrong model in model_1.safetensors",
         ),
         ("1.15.0/lone-nested-safetensors", "looks for the old keys"),
     ],
@@ -199,7 +199,7 @@ def test_a_repair_says_that_the_unchanged_script_no_longer_resumes(
     said, todo, *wrong = document["advice"]
     is_deleted = not fixture.startswith("1.15.0/lone-nested")
     assert [words.startswith("undo the repair if ") for words in wrong] == [True] * is_deleted
-    assert f"unchanged, it {failure}" in said
+    assert f"until that is fixed, it {failure}" in said
     assert all("ckptfix run SCRIPT" in text for text in (todo, document["found"][0]["advice"]))
     assert run(["undo", str(copy)]) == 0
     capsys.readouterr()
@@ -505,12 +505,10 @@ def test_an_empty_folder_is_called_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["check", str(tmp_path)]) == 2
-    assert (
-        f"{tmp_path} holds no file of a checkpoint: the folder is empty" in capsys.readouterr().err
-    )
+    assert f"{tmp_path} has no checkpoint files: the folder is empty" in capsys.readouterr().err
     (tmp_path / "README.md").write_text("")
     assert run(["check", str(tmp_path)]) == 2
-    assert "holds no file of a checkpoint: only 'README.md'" in capsys.readouterr().err
+    assert "has no checkpoint files: only 'README.md'" in capsys.readouterr().err
 
 
 NOT_UTF8 = os.fsdecode(b"a\xff '\n1")
@@ -562,7 +560,10 @@ def test_a_url_without_a_path_is_never_the_current_folder(
 ) -> None:
     monkeypatch.chdir(folder)
     assert run([verb, url]) == 2
-    assert f"{url} names no file of this machine: expected file:///PATH" in capsys.readouterr().err
+    assert (
+        f"{url} is not a file URL of this machine (expected file:///PATH)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_may_be_called_like_the_scheme_of_a_url(folder: Path, tmp_path: Path) -> None:
@@ -594,7 +595,7 @@ def test_a_file_to_write_is_no_url(
     for name in ("a", "b", "runs"):
         (tmp_path / name).mkdir()
     assert run([*words, "s3://bucket/file"]) == 2
-    assert "s3://bucket/file is a URL: expected a file of this machine" in capsys.readouterr().err
+    assert "s3://bucket/file is a URL: expected a local file" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["a", "b", "runs"]
 
 

@@ -117,7 +117,7 @@ def test_a_full_disk_under_the_output_is_reported_and_stops_no_repair(tmp_path: 
         )
     assert result.returncode == 0
     assert result.stderr.count("No space left on device") == 1
-    assert "its result is not printed" in result.stderr
+    assert "the result is not printed" in result.stderr
     assert not (tmp_path / "c" / "model_1.safetensors").exists()
 
 

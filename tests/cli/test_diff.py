@@ -47,11 +47,11 @@ def test_the_table(files: "tuple[str, str]", capsys: pytest.CaptureFixture[str])
     ]
     assert "only in A" in out
     assert "bytes equal  " not in out
-    assert "different: 3 equal in bytes, 3 with other values, 1 only in A" in out
+    assert "different: 3 with equal bytes, 3 with different values, 1 only in A" in out
     assert run(["diff", *files, "--all"]) == 1
     assert "layers.{0,4...5}.w" in capsys.readouterr().out
     assert run(["diff", files[0], files[0]]) == 0
-    assert "equal: 7 equal in bytes" in capsys.readouterr().out
+    assert "equal: 7 with equal bytes" in capsys.readouterr().out
 
 
 def test_json_is_one_object_at_every_status(
@@ -112,12 +112,12 @@ def test_equal_is_said_of_what_was_compared_alone(capsys: pytest.CaptureFixture[
     folder = FIXTURES / "clean-bin" / "checkpoint"
     assert run(["diff", str(folder), str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "\nequal in what was compared: 4 equal in bytes; " in out
+    assert "\nequal in what was compared: 4 with equal bytes; " in out
     assert "not compared: 2 other files in A: 'random_states_0.pkl', 'random_states_1.pkl'" in out
     assert run(["diff", str(folder), str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "equal in what was compared"
     assert run(["diff", *[str(folder / "pytorch_model.bin")] * 2]) == 0
-    assert "\nequal: 4 equal in bytes\n" in capsys.readouterr().out
+    assert "\nequal: 4 with equal bytes\n" in capsys.readouterr().out
 
 
 def test_a_page_never_replaces_what_is_compared_or_another_file(
@@ -180,8 +180,8 @@ def test_a_model_of_values_that_cannot_be_compared(
     assert run(["diff", str(tmp_path / "m.pt"), str(tmp_path / "m.pt")]) == 1
     out = capsys.readouterr().out
     assert "  2 tensors, bytes equal\n" in out
-    assert "  no tensor that can be compared\n" in out
-    assert "not proven equal: 2 equal in bytes" in out
+    assert "  no tensors to compare\n" in out
+    assert "not proven equal: 2 with equal bytes" in out
 
 
 def test_json_is_printed_tensor_by_tensor(

@@ -72,7 +72,7 @@ def test_a_machine_without_a_gpu(say: Say, capsys: pytest.CaptureFixture[str]) -
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "no GPU" in out.splitlines()[0]
-    assert "note no-accelerator: there is no GPU here that torch can use" in out
+    assert "note no-accelerator: torch has no GPU to use" in out
     assert "no problems found in what was checked" in out
     assert "not checked: copies between devices: torch sees 0 devices" in out
 
@@ -231,9 +231,9 @@ def test_a_device_map_with_and_without_its_folder(
     assert run(["doctor", str(folder), "--device-map", str(tmp_path / "map.json"), "--json"]) == 1
     document = printed(capsys)
     assert {"device-map-splits-tie", "device-map-incomplete"} <= codes(document)
-    assert any("whether its devices are there" in words for words in document["not_checked"])
+    assert any("whether its devices exist" in words for words in document["not_checked"])
     assert run(["doctor", "--device-map", str(tmp_path / "map.json"), "--json"]) == 0
-    assert any("ties and names" in words for words in printed(capsys)["not_checked"])
+    assert any("tied weights and keys" in words for words in printed(capsys)["not_checked"])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_folder_without_a_checkpoint_is_status_2(
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert run(["doctor", str(tmp_path / "empty"), "--json"]) == 2
-    assert "holds no file of a checkpoint" in printed(capsys)["error"]
+    assert "has no checkpoint files" in printed(capsys)["error"]
 
 
 def test_what_cannot_be_read_is_status_3(
@@ -324,14 +324,14 @@ def test_peer_copies_take_two_devices(
     assert document["not_exercised"]
     assert run(["doctor", "--peer-copies"]) == 0
     out = capsys.readouterr().out
-    assert "nothing was measured, and nothing is proven" in out
+    assert "nothing was tested, so nothing is proven" in out
     assert "NOT exercised: copies between devices" in out
 
 
 def test_peer_copies_of_a_broken_driver_are_status_3(
     say: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say(stage="devices", problem="it was ended by SIGSEGV")
+    say(stage="devices", problem="it was killed by SIGSEGV")
     assert run(["doctor", "--peer-copies", "--json"]) == 3
     assert "SIGSEGV" in printed(capsys)["error"]
 
@@ -361,7 +361,7 @@ def test_damage_that_is_remembered_from_before_is_said(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     say(2)
-    said = "remembered from before, until the full plan finds it healthy: 0 -> 1 wrong"
+    said = "kept from an earlier run until the full plan finds the pair healthy: 0 -> 1 wrong"
     for plan, verdict, status in (
         ("full", Verdict.WRONG, 1),
         ("quick", Verdict.HEALTHY, 0),

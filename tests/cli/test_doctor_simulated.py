@@ -46,7 +46,7 @@ def test_devices_are_seen(tmp_path: Path) -> None:
     assert "accelerate launch starts 3 processes here" in advice["message"]
     assert codes(document)["pairs-unproven"] == "note"
     assert (
-        "whether copies between devices are right (ckptfix doctor --peer-copies)"
+        "whether copies between devices are correct (ckptfix doctor --peer-copies)"
         in document["not_checked"]
     )
 

@@ -138,13 +138,13 @@ def test_help_on_a_very_wide_terminal_stays_readable(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["chekc"], "no verb 'chekc'; did you mean 'check'?"),
-        (["Verify", "x"], "no verb 'Verify'; did you mean 'verify'?"),
+        (["chekc"], "unknown verb 'chekc'; did you mean 'check'?"),
+        (["Verify", "x"], "unknown verb 'Verify'; did you mean 'verify'?"),
         (["repiar", "x"], "did you mean 'repair'?"),
-        (["zzz"], "no verb 'zzz'\n"),
+        (["zzz"], "unknown verb 'zzz'\n"),
         (
             ["fixtures"],
-            "'fixtures' is a path, and the verb is missing; next: ckptfix check fixtures\n",
+            "missing verb: 'fixtures' is a path; next: ckptfix check fixtures\n",
         ),
         (["check", "--josn", "x"], "Did you mean '--json'?"),
         (["repair", "--dryrun", "x"], "Did you mean '--dry-run'?"),

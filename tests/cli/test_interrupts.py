@@ -55,7 +55,7 @@ def lone(tmp_path: Path) -> Path:
         (DURING_THE_IMPORTS, "interrupted: nothing was changed"),
         (
             WHILE_CLEANING_UP,
-            "interrupted: {0}/a.bin is unchanged, and nothing was written at {0}/b.safetensors",
+            "interrupted: {0}/a.bin is unchanged, and nothing was written to {0}/b.safetensors",
         ),
     ],
     ids=["during-the-imports", "while-cleaning-up"],
@@ -76,7 +76,9 @@ def test_one_object_and_nothing_left(lone: Path, code: str, words: str) -> None:
     assert result.returncode == document["status"] == 130
     assert document["error"] == words.format(lone.parent)
     assert "Traceback" not in result.stderr
-    assert ("interrupted already" in result.stderr) == (code == WHILE_CLEANING_UP)
+    assert ("still cleaning up after the first interrupt" in result.stderr) == (
+        code == WHILE_CLEANING_UP
+    )
     assert os.listdir(lone.parent) == ["a.bin"]
 
 

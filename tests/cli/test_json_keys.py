@@ -190,7 +190,7 @@ def test_a_value_becomes_json_with_all_that_is_in_it() -> None:
         "part": {"word": "WORD", "at": "folder"},
         "numbers": {"x": 0.5},
     }
-    with pytest.raises(TypeError, match="set is not a value of JSON"):
+    with pytest.raises(TypeError, match="set is not a JSON value"):
         plain({1})
 
 

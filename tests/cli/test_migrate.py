@@ -41,8 +41,8 @@ def test_it_shows_its_plan_and_what_it_did(
         "  left out: pytorch_model_1.bin: weights of a model that is converted from other files",
         f"done and verified: 2 models, {size / 1024:.1f} KiB in {target}",
         (
-            "warning: the source has identical-models: pytorch_model_1.bin equals "
-            "pytorch_model.bin in keys and in every sampled byte (3 tensors, 96 B); next: "
+            "warning: the source has identical-models: pytorch_model_1.bin has the "
+            "same keys as pytorch_model.bin and the same sampled bytes (3 tensors, 96 B); next: "
             f"ckptfix check {folder}"
         ),
     ]
@@ -71,9 +71,7 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
             "reason": "weights of a model that is converted from other files",
         }
     ]
-    assert (
-        document["not_checked"][0] == "that the new files hold what the old ones do (--no-verify)"
-    )
+    assert document["not_checked"][0] == "whether the new files match the source (--no-verify)"
 
 
 def test_a_duplicate_model_is_refused_or_named(
@@ -85,7 +83,7 @@ def test_a_duplicate_model_is_refused_or_named(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.endswith(
-        f"add --allow-damage to copy the error, too; next: ckptfix repair {source}\n"
+        f"next: ckptfix repair {source}, or copy the error too: --allow-damage\n"
     )
     assert run([*arguments, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["status"] == 3
@@ -95,16 +93,14 @@ def test_a_duplicate_model_is_refused_or_named(
     assert not target.exists()
     assert run([*arguments, "--allow-damage", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["warnings"][0].startswith(
-        "--allow-damage: the copy keeps doubled-model of the source: "
-    )
+    assert document["warnings"][0].startswith("--allow-damage: the copy still has doubled-model: ")
 
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["migrate", str(folder), str(folder.parent / "b"), "--to", "dcp", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "pytorch_model_fsdp_0/__0_0.distcp" in out
-    assert "dry run: nothing was written; it would be 2 models" in out
+    assert "dry run: nothing was written; a real run would write 2 models" in out
     assert os.listdir(folder.parent) == ["a"]
 
 
@@ -114,8 +110,8 @@ def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[st
         (["--to", "gguf"], 2, "gguf"),
         ([], 2, "--to"),
         (["--to", "bin", "--dtype", "int8"], 2, "int8"),
-        (["--to", "bin", "--max-shard-size", "5 apples"], 2, "write a size as 5GB"),
-        (["--to", "bin", "--max-shard-size", "5GB"], 2, "load_state reads one file a model"),
+        (["--to", "bin", "--max-shard-size", "5 apples"], 2, "expected a size such as 5GB"),
+        (["--to", "bin", "--max-shard-size", "5GB"], 2, "load_state reads one file per model"),
         (["--to", "bin", "--keys", "short"], 2, "short"),
     ],
 )
@@ -199,7 +195,7 @@ def test_an_interruption_says_what_is_at_dst(
     monkeypatch.setattr("ckptfix.conversion.migrate.produce", interrupt)
     assert run(["migrate", str(folder), str(folder.parent / "b"), "--to", "bin"]) == 130
     target = folder.parent / "b"
-    assert f"{folder} is unchanged, and nothing was written at {target}" in capsys.readouterr().err
+    assert f"{folder} is unchanged, and nothing was written to {target}" in capsys.readouterr().err
     assert os.listdir(folder.parent) == ["a"]
 
 

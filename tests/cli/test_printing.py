@@ -118,10 +118,13 @@ def test_text_of_a_report_moves_no_cursor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "No space left on device; next: make room on that disk, and run it again"),
+        (
+            errno.ENOSPC,
+            "No space left on device; next: free up space on that disk, then run the command again",
+        ),
         (
             errno.EROFS,
-            "Read-only file system; next: name a folder on a disk that can be written to",
+            "Read-only file system; next: choose a folder on a writable disk",
         ),
     ],
 )

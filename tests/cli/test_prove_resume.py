@@ -71,7 +71,7 @@ def test_wrong_usage_says_what_to_write(
 
 def test_an_option_of_the_script_is_not_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = said(capsys, "--", "train.py", "--json")
-    assert text.startswith("ckptfix: train.py: each run needs an output folder of its own")
+    assert text.startswith("ckptfix: train.py: each run needs its own output folder")
 
 
 def test_a_script_that_fails_or_never_trains(
@@ -86,13 +86,13 @@ def test_a_script_that_fails_or_never_trains(
     (tmp_path / "idle.py").write_text("print('done')")
     status, text = said(capsys, "--", "idle.py", "{dir}")
     assert status == 2
-    assert "idle.py: no optimizer step of an Accelerator was seen" in text
+    assert "idle.py: no optimizer step of an Accelerator was recorded" in text
     (tmp_path / "hangs.py").write_text(
         "import pathlib, time\ntime.sleep(60)\npathlib.Path('late').touch()"
     )
     status, text = said(capsys, "--timeout", "1", "--", "hangs.py", "{dir}")
     assert status == 3
-    assert "a run took more than 1 seconds (--timeout)" in text
+    assert "a run took longer than 1 seconds (--timeout)" in text
     assert not (tmp_path / "late").exists(), "nobody ended it"
 
 
@@ -270,8 +270,8 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
         "NOT EXACT: fixed.py: killed after step 4 and resumed, the run diverges from the "
         "uninterrupted one" in text
     )
-    assert "step 5: batch: the one that the uninterrupted run used at step 1" in text
-    assert "cause: the script does not skip the batches that were used" in text
+    assert "step 5: batch: the uninterrupted run used this batch at step 1" in text
+    assert "cause: the script does not skip the batches used before the save" in text
     assert "not checked: the order of the next epoch" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed.py"]
 
@@ -284,7 +284,7 @@ def test_the_guard_makes_a_cut_epoch_exact(capsys: pytest.CaptureFixture[str]) -
     )
     assert status == 0, text
     assert "EXACT: " in text
-    assert "not checked: what follows step 8: --steps ended the runs there" in text
+    assert "not checked: steps after 8: --steps ended the runs there" in text
 
 
 OF_NUMBERS = """
@@ -337,12 +337,12 @@ def test_a_script_without_a_loader_whose_scheduler_is_older_than_its_accelerator
         (
             '{"save": -1, "epochs": 1}',
             [],
-            "it ends after the save at step 16; nothing is left to compare",
+            "the script ends after the save at step 16, so nothing is left to compare",
         ),
         (
             '{"save": 4, "epochs": 1}',
             [],
-            "the resumed run began anew, and loaded no checkpoint; give the option",
+            "the resumed run started from scratch and loaded no checkpoint; pass the script's option",
         ),
     ],
 )

@@ -27,7 +27,7 @@ def test_what_is_lost_is_printed(damaged: Path, capsys: pytest.CaptureFixture[st
     assert any("'layers.{3...5}.w': the file ends at byte" in line for line in out)
     assert any(line.startswith("not checked: ") for line in out)
     assert run(["salvage", str(damaged.parent / "new"), str(damaged.parent / "again")]) == 0
-    assert "nothing missing was found" in capsys.readouterr().out, "safetensors has no checksums"
+    assert "no losses found" in capsys.readouterr().out, "safetensors has no checksums"
 
 
 def test_json_at_every_status(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_json_at_every_status(damaged: Path, capsys: pytest.CaptureFixture[str])
     assert "exists" in json.loads(capsys.readouterr().out)["error"]
     damaged.write_bytes(damaged.read_bytes()[:20])
     assert run(["salvage", str(damaged), str(damaged.parent / "other"), "--json"]) == 3
-    assert "nothing can be saved" in json.loads(capsys.readouterr().out)["error"]
+    assert "nothing can be salvaged" in json.loads(capsys.readouterr().out)["error"]
     assert not (damaged.parent / "other").exists()
 
 
@@ -61,9 +61,9 @@ def test_what_may_never_have_been_written_is_printed(
     save_file({"w": torch.zeros(5000)}, tmp_path / "m.safetensors")
     assert run(["salvage", str(tmp_path / "m.safetensors"), str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
-    assert "kept, but it may not be what was written: 1" in out
-    assert "m.safetensors: 'w': it ends in 20000 bytes of zeros" in out
-    assert "nothing missing was found" in out
+    assert "kept, but possibly not as saved: 1" in out
+    assert "m.safetensors: 'w': its last 20000 bytes are zeros" in out
+    assert "no losses found" in out
     torch.save({"w": torch.zeros(5000)}, tmp_path / "m.bin")
     assert run(["salvage", str(tmp_path / "m.bin"), str(tmp_path / "other")]) == 0
     assert "everything was intact" in capsys.readouterr().out

@@ -168,8 +168,7 @@ def test_what_is_unchanged_is_not_looked_at_again_in_a_time(runs: Path, capsys: 
     assert scrubbed(capsys, runs, "--max-age", "0s", status=1)[1]["kept"] == 0
     run(["scrub", str(runs), "--max-age", "1d"])
     assert (
-        "not looked at again: 5 checkpoints, unchanged since the last look (after 2"
-        in capsys.readouterr().out
+        "skipped: 5 checkpoints, unchanged since the last check (after 2" in capsys.readouterr().out
     )
 
 
@@ -267,8 +266,8 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     run(["scrub", str(runs), "--max-duration", "0s"])
     said = capsys.readouterr().out
     assert (
-        "the time is over, left: 5 checkpoints (3 never looked at); to continue from here, run the "
-        "same command again\n" in said
+        "time limit reached, remaining: 5 checkpoints (3 never checked); to continue, run the same "
+        "command again\n" in said
     )
     ones, summary = scrubbed(capsys, runs)
     assert looked == [f"checkpoint_{number}" for number in range(1, 6)], "each once"
@@ -328,7 +327,8 @@ def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
     run(["scrub", *map(str, options), "2m30s"])
     said = capsys.readouterr().out
     assert (
-        "stopped halfway: 1 file; the next run continues in a file with digests of ranges" in said
+        "stopped halfway: 1 file; the next run continues within files that have range digests"
+        in said
     )
     assert "3 before since" in said
     assert "1 never (1 stopped halfway)" in said
@@ -401,7 +401,7 @@ def test_damage_that_is_known_counts_where_the_time_is_over(runs: Path, capsys: 
     assert ones["checkpoint_1"]["verdict"] == "not reached"
     run(["scrub", str(runs), "--max-duration", "0s"])
     assert "checkpoint_3: damaged (on 2" in (said := capsys.readouterr().out)
-    assert "not reached this time" in said
+    assert "not reached in this run" in said
 
 
 @pytest.mark.slow
@@ -441,7 +441,7 @@ def test_an_interrupted_run_goes_on(
             patch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, threads=threads: threads)
             assert run(["scrub", str(runs)]) == 130
             assert (
-                "nothing was changed; to continue from here, run the same command again"
+                "nothing was changed; to continue, run the same command again"
                 in capsys.readouterr().err
             )
     assert scrubbed(capsys, runs)[1]["kept"] >= 2
@@ -459,7 +459,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_known(
     with monkeypatch.context() as patch:
         patch.setattr(scrub, "check", saving)
         ones, summary = scrubbed(capsys, runs, status=3)
-    assert "changed while it was looked at" in ones["checkpoint_5"]["error"]
+    assert "changed while it was checked" in ones["checkpoint_5"]["error"]
     assert (summary["failed"], summary["clean"]) == (1, 4)
     (runs / "one" / "checkpoint_5" / "random_states_1.pkl").unlink()
     ones, summary = scrubbed(capsys, runs, "--max-age", "1d")
@@ -513,8 +513,8 @@ def test_a_share_without_a_checkpoint_says_so(runs: Path, capsys: Capture) -> No
         assert run(["scrub", str(runs), "--read-data-subset", "0%", "--shard", f"{number}/64"]) == 0
         said = capsys.readouterr().out
         empty = (
-            f"nothing to do: share {number}/64 has no checkpoint (their paths decide to which "
-            "share they belong)\n"
+            f"nothing to do: share {number}/64 has no checkpoints (the path of a checkpoint decides "
+            "its share)\n"
         )
         if "checkpoint_" not in said:
             assert said == f"{empty}0 checkpoints\n"
@@ -593,7 +593,7 @@ def test_the_page_has_every_checkpoint_and_what_was_found(
     assert text.count('<span class="cell clean"') == 5
     assert text.count('<details class="cell damaged"') == 1
     assert text.count("clean; 3 of 3 files with digests read since 2") == 5
-    assert "damaged; no data can be read, without digests" in text
+    assert "damaged; no digests, so the data cannot be checked" in text
     assert "error doubled-model: model_1.safetensors: duplicate of" in text
     assert "checkpoint_&lt;b&gt;10" in text
     assert "<script" not in text
@@ -601,7 +601,7 @@ def test_the_page_has_every_checkpoint_and_what_was_found(
     assert page.read_text().count('<span class="cell clean old"') == 5
     shutil.rmtree(tmp_path / "state")
     assert run(["scrub", str(runs), "--html", str(page), "--max-duration", "0s"]) == 0
-    assert "not here, as no run has reached them: 6 checkpoints" in page.read_text()
+    assert "not shown, never reached by a run: 6 checkpoints" in page.read_text()
     page.write_text("mine")
     assert run(["scrub", str(runs), "--html", str(page)]) == 2
     assert page.read_text() == "mine"
@@ -638,7 +638,7 @@ def test_a_state_that_cannot_be_written_is_said(
     state._file.close()
     (tmp_path / "file").write_text("")
     assert run(["scrub", str(runs), "--state", str(tmp_path / "file" / "state")]) == 2
-    assert "cannot be made" in capsys.readouterr().err
+    assert "cannot create its folder" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_state_is_refused_as_it_is(
@@ -654,14 +654,14 @@ def test_a_file_that_is_no_state_is_refused_as_it_is(
         database.execute("CREATE TABLE mine (one)")
     database.close()
     assert run(["scrub", str(runs), "--state", str(other)]) == 2
-    assert "it is of another program" in capsys.readouterr().err
+    assert "(a database of another program)" in capsys.readouterr().err
     state = tmp_path / "state.sqlite"
     assert run(["scrub", str(runs), "--state", str(state)]) == 0
     with sqlite3.connect(state) as database:
         database.execute("PRAGMA user_version = 2")
     database.close()
     assert run(["scrub", str(runs), "--state", str(state)]) == 2
-    assert "it is of version 2" in capsys.readouterr().err
+    assert "(state version 2, expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -669,9 +669,9 @@ def test_a_file_that_is_no_state_is_refused_as_it_is(
     [
         (["--max-duration", "6"], "expected a time such as 6h"),
         (["--max-age", "3 weeks"], "expected a time such as 6h, 30d or 1h30m"),
-        (["--read-data-subset", "120%"], "expected a part such as 5%"),
-        (["--read-data-subset", "5"], "expected a part such as 5%"),
-        (["--read-data-subset", "0.0001%"], "from 0.01% to 100%"),
+        (["--read-data-subset", "120%"], "expected a percentage such as 5%"),
+        (["--read-data-subset", "5"], "expected a percentage such as 5%"),
+        (["--read-data-subset", "0.0001%"], "0.01% to 100%"),
         (["--read-data-subset", "7/7"], "0/7 to 6/7"),
         (["--shard", "4"], "expected I/N"),
     ],

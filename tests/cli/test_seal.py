@@ -154,7 +154,7 @@ def test_a_manifest_that_cannot_be_understood_is_status_3(
     (folder / ".ckptfix").mkdir()
     (folder / ".ckptfix" / "manifest.json").write_text("{")
     assert run(["verify", str(folder), "--json"]) == 3
-    assert "to go on without it: rm" in printed(capsys)["error"]
+    assert "to continue without it: rm" in printed(capsys)["error"]
 
 
 @pytest.mark.parametrize("damage", ["doubled", "cut"])
@@ -172,6 +172,6 @@ def test_a_damaged_folder_says_what_to_do(
     mend = f"ckptfix repair {folder}, then: ckptfix seal {folder}"
     assert f"next: {mend if damage == 'doubled' else f'ckptfix salvage {folder} NEW_FOLDER'}" in out
     assert (
-        "or seal it as it is, and verify takes this for the original: ckptfix seal --force "
+        "or seal it anyway, and verify will treat this as the original: ckptfix seal --force "
         f"{folder}" in out
     )

@@ -183,8 +183,7 @@ def test_repair_and_undo_go_on_after_a_failure(runs: Path, capsys: Capture) -> N
         assert run(["repair", *paths]) == 3
     out, err = capsys.readouterr()
     assert (
-        out.splitlines()[-1]
-        == "5 checkpoints: 1 left damaged, 1 repaired, 1 without damage, 2 failed"
+        out.splitlines()[-1] == "5 checkpoints: 1 still damaged, 1 repaired, 1 undamaged, 2 failed"
     )
     assert f"{runs}/nowhere does not exist" in err
     assert out.count("not checked: values of tensors") == 1
@@ -197,7 +196,7 @@ def test_repair_and_undo_go_on_after_a_failure(runs: Path, capsys: Capture) -> N
 def test_a_dry_run_of_several_counts_what_is_to_be_repaired(runs: Path, capsys: Capture) -> None:
     before = snapshot(runs)
     assert run(["repair", "--dry-run", *map(str, sorted(runs.iterdir()))]) == 1
-    assert last_line(capsys) == "4 checkpoints: 1 left damaged, 2 to repair, 1 without damage"
+    assert last_line(capsys) == "4 checkpoints: 1 still damaged, 2 to repair, 1 undamaged"
     assert snapshot(runs) == before
 
 
@@ -216,7 +215,7 @@ def test_seal_and_verify_take_several(runs: Path, capsys: Capture) -> None:
     assert f"nothing was verified: there is no manifest; next: ckptfix seal {bare}" in printed
     shutil.rmtree(sealed / ".ckptfix")
     assert run(["verify", "--data", str(sealed), str(sealed)]) == 0
-    assert last_line(capsys) == "2 checkpoints: 2 verified by their values alone"
+    assert last_line(capsys) == "2 checkpoints: 2 verified by values only"
 
 
 @pytest.mark.parametrize("verb", ["repair", "undo", "verify", "seal"])
@@ -243,9 +242,9 @@ def test_json_of_several_is_one_object(verb: str, runs: Path, capsys: Capture) -
 def test_one_copy_of_several_is_refused(runs: Path, capsys: Capture) -> None:
     paths = [str(runs / "1"), str(runs / "2")]
     assert run(["repair", *paths, "--output", str(runs.parent / "copy")]) == 2
-    assert "one folder cannot hold the copies of 2 checkpoints" in capsys.readouterr().err
+    assert "one folder cannot hold copies of 2 checkpoints" in capsys.readouterr().err
     assert run(["verify", *paths, "--device-map", "auto"]) == 2
-    assert "give one DIR instead of 2" in capsys.readouterr().err
+    assert "name one DIR instead of 2" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_all_and_says_what_became_of_each(
@@ -265,7 +264,7 @@ def test_an_interrupt_ends_all_and_says_what_became_of_each(
     assert repaired["transaction"] == 1
     assert interrupted["error"] == f"interrupted: {paths[1]} is unchanged"
     assert run(["repair", *reversed(paths)]) == 130
-    assert last_line(capsys) == "3 checkpoints: 1 without damage, 1 failed, 1 not reached"
+    assert last_line(capsys) == "3 checkpoints: 1 undamaged, 1 failed, 1 not reached"
 
 
 @pytest.mark.slow
@@ -371,7 +370,7 @@ def test_sentences_without_end_are_counted() -> None:
     for number in range(1000):
         unchecked.add("a", "x" * number)
     *_, last = unchecked.sentences()
-    assert last == "800 other sentences of this kind; --json lists all"
+    assert last == "800 more items like these; --json lists all"
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
@@ -458,7 +457,7 @@ def test_an_error_that_nobody_has_foreseen_ends_one_checkpoint_alone(
         words = "RuntimeError: a fault of ours (test_several_paths.py, line"
         if form == "text":
             assert f"{runs}/2: {words}" in err
-            assert "this is a fault of ckptfix, so nothing is known; please report it" in err
+            assert "this is a bug in ckptfix, so the outcome is unknown; please report it" in err
             assert out.splitlines()[-1] == "4 checkpoints: 2 damaged, 1 clean, 1 failed"
         else:
             documents = [json.loads(line) for line in out.splitlines()]

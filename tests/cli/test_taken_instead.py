@@ -59,22 +59,22 @@ TAKEN: dict[str, tuple[Change, float | None, str]] = {
     "best": (
         lambda folder: (folder / "best").mkdir(),
         None,
-        "fails with an IndexError: the name has no number",
+        "fails with an IndexError, because this name has no number",
     ),
     "notes.txt": (
         lambda folder: (folder / "notes.txt").write_text("x"),
         None,
-        "fails with an IndexError: the name has no number",
+        "fails with an IndexError, because this name has no number",
     ),
     "log_77.txt": (
         lambda folder: (folder / "log_77.txt").write_text("x"),
         None,
-        "takes it instead of checkpoint_2, and fails: it is not a folder",
+        "takes it instead of checkpoint_2 and fails, because it is not a folder",
     ),
     "checkpoint_3": (
         lambda folder: (folder / "checkpoint_3").symlink_to("none"),
         None,
-        "takes it instead of checkpoint_2, and fails: it is not a folder",
+        "takes it instead of checkpoint_2 and fails, because it is not a folder",
     ),
 }
 

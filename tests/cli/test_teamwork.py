@@ -317,7 +317,10 @@ def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
     ended = ranks(*command, strike=(rank, units, "kill"), CKPTFIX_TEAM_TIMEOUT="4")
     assert ended[rank].returncode == -9
     assert ended[1 - rank].returncode == 3
-    assert "next: the same command continues from what was written" in ended[1 - rank].stderr
+    assert (
+        "next: run the same command again to continue where this run stopped"
+        in ended[1 - rank].stderr
+    )
     (staging,) = tmp_path.glob(".ckptfix-*")
     noted = [
         line
@@ -390,7 +393,7 @@ def test_a_proof_reads_what_was_kept_and_a_wrong_byte_begins_all_again(tmp_path:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     refused = ranks(*command)
     assert [process.returncode for process in refused] == [3, 3]
-    assert "has other bytes than were read from the source" in refused[0].stderr
+    assert "differs from what was read from the source" in refused[0].stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "partial") == ["source"]
     assert run(*command).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
@@ -449,7 +452,7 @@ def test_after_ctrl_c_a_verb_that_reads_says_that_it_goes_on(
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert ended.returncode == 130
     assert ended.stderr.endswith(
-        "interrupted: nothing was changed; the same command continues from what was read\n"
+        "interrupted: nothing was changed; run the same command again to continue where this run stopped\n"
     )
     assert "resuming: 3 of " in run(*command).stderr
 
@@ -490,8 +493,8 @@ def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank
     other = two[1 - rank]
     assert two[rank].returncode == -9
     assert other.returncode == 3
-    assert "another process, or its node, has ended before its work was done" in other.stderr
-    assert "next: the same command continues from what was read" in other.stderr
+    assert "another process, or its node, stopped before it was done" in other.stderr
+    assert "next: run the same command again to continue where this run stopped" in other.stderr
     assert not (folder / MANIFEST).exists()
 
 
@@ -499,8 +502,8 @@ def test_a_rank_that_is_stopped_ends_the_others_after_the_timeout(tmp_path: Path
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("seal", folder, strike=(0, 2, "stop"), torch=True, CKPTFIX_TEAM_TIMEOUT="5")
     assert two[1].returncode == 3
-    assert "gave no answer for 5 s (CKPTFIX_TEAM_TIMEOUT)" in two[1].stderr
-    assert "next: the same command continues from what was read" in two[1].stderr
+    assert "did not respond for 5 s (CKPTFIX_TEAM_TIMEOUT)" in two[1].stderr
+    assert "next: run the same command again to continue where this run stopped" in two[1].stderr
     assert not (folder / MANIFEST).exists()
 
 
@@ -568,7 +571,7 @@ def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> 
     folder = checkpoint(tmp_path / "checkpoint")
     two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="4")
     assert two[1].returncode == 3
-    assert f"gave no answer for 4 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
+    assert f"did not respond for 4 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -595,8 +598,8 @@ def test_ranks_that_have_lost_each_other_go_to_no_further_checkpoint(
     assert [process.returncode for process in ended] == [3, 3]
     assert "Input/output error" in ended[rank].stderr
     assert f"rank {rank}" in ended[rank].stderr
-    assert "failed, so all of them stop: " in ended[rank].stderr
-    assert "sees another folder" not in "".join(process.stderr for process in ended)
+    assert "failed, so all ranks stop: " in ended[rank].stderr
+    assert "sees a different folder" not in "".join(process.stderr for process in ended)
     assert "second" not in "".join(process.stdout for process in ended)
 
 
@@ -612,7 +615,7 @@ def test_a_launcher_ends_after_a_rank_that_failed_with_more_checkpoints_to_come(
         finally:
             process.terminate()
     assert process.returncode == 1
-    assert err.startswith("ckptfix: rank 0 failed, so all of them stop: ")
+    assert err.startswith("ckptfix: rank 0 failed, so all ranks stop: ")
     assert "Input/output error" in err.splitlines()[0]
 
 
@@ -624,7 +627,7 @@ def test_an_error_that_the_leader_alone_has_stops_all_ranks(tmp_path: Path) -> N
         ended = ranks("seal", first, second, CKPTFIX_TEAM_TIMEOUT="3600")
     assert [process.returncode for process in ended] == [3, 3]
     (line,) = ended[0].stderr.splitlines()
-    assert line.startswith("ckptfix: rank 0 failed, so all of them stop: ")
+    assert line.startswith("ckptfix: rank 0 failed, so all ranks stop: ")
     assert str(first) in line
     assert ended[1].stderr == ""
     assert not (first / MANIFEST).exists()
@@ -648,9 +651,9 @@ def test_nodes_with_another_version_are_refused(tmp_path: Path, rank: int) -> No
     ended = ranks("seal", folder, strike=(rank, 0, "older"))
     assert [one.returncode for one in ended] == [3, 3]
     assert "rank 1 (process " in ended[0].stderr
-    assert "runs another version of ckptfix than rank 0 (" in ended[0].stderr
+    assert "runs a different version of ckptfix than rank 0 (" in ended[0].stderr
     assert "0.4.9" in ended[0].stderr
-    assert "next: install one version on all nodes" in ended[0].stderr
+    assert "next: install the same version on all nodes" in ended[0].stderr
     assert not (folder / MANIFEST).exists()
 
 
@@ -703,9 +706,9 @@ def test_nodes_with_disks_of_their_own_are_told_apart(
     before = [contents(node) for node in nodes]
     ended = ranks(*arguments, at=nodes)
     assert [process.returncode for process in ended] == [3, 3]
-    assert "sees another folder than rank 0" in ended[0].stderr
-    assert "run/checkpoint_1/model-00002-of-00002.safetensors is 131" in ended[0].stderr
-    assert "next: mount one folder on all nodes" in ended[0].stderr
+    assert "sees a different folder than rank 0" in ended[0].stderr
+    assert "run/checkpoint_1/model-00002-of-00002.safetensors: expected " in ended[0].stderr
+    assert "next: mount the same folder on all nodes" in ended[0].stderr
     assert ended[0].stderr.count("next: ") == 1
     assert ended[0].stdout == ended[1].stdout == ended[1].stderr == ""
     assert [contents(node) for node in nodes] == before
@@ -719,7 +722,8 @@ def test_nodes_with_copies_of_one_checkpoint_are_told_apart(
     ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "copy"))
     assert [process.returncode for process in ended] == [3, 3]
     assert (
-        "is another file of the same size and time, on a disk of its own; next: " in ended[0].stderr
+        "is a different file with the same size and time, on another disk; next: "
+        in ended[0].stderr
     )
     (tmp_path / "link").symlink_to(nodes[0])
     ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "link"))
@@ -737,14 +741,14 @@ def test_nodes_whose_runs_have_other_checkpoints_are_told_apart(
     for at in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
         ended = ranks("check", "-r", "run", at=at)
         assert [process.returncode for process in ended] == [3, 3]
-        assert "finds other checkpoints than rank 0" in ended[0].stderr
+        assert "finds different checkpoints than rank 0" in ended[0].stderr
         assert "run/checkpoint_2" in ended[0].stderr
 
 
 def test_ranks_with_other_arguments_are_refused(nodes: tuple[Path, Path]) -> None:
     ended = ranks("verify", nodes[0] / "run" / "checkpoint_1", last=("--data", "--quiet"))
     assert [process.returncode for process in ended] == [3, 3]
-    assert "runs another command than rank 0" in ended[0].stderr
+    assert "runs a different command than rank 0" in ended[0].stderr
     assert f"(expected ckptfix verify {nodes[0]}/run/checkpoint_1 --data)" in ended[0].stderr
 
 
@@ -774,9 +778,9 @@ def test_the_first_rank_alone_repairs_and_undoes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("doctor",), "doctor looks at the machine of one process"),
-        (("scrub", "runs"), "share a fleet by --shard I/N alone"),
-        (("prove-resume", "--", "train.py"), "the launcher belongs into COMMAND"),
+        (("doctor",), "doctor examines only the machine that it runs on"),
+        (("scrub", "runs"), "divides a fleet among processes only by --shard I/N"),
+        (("prove-resume", "--", "train.py"), "the launcher belongs in COMMAND"),
     ],
     ids=str,
 )
@@ -799,7 +803,7 @@ def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:
     first = run("seal", folder, "--shard", "0/2")
     assert first.returncode == 0, first.stderr
     assert not (folder / MANIFEST).exists()
-    assert first.stdout.endswith(f"next, when all shares have ended: ckptfix seal {folder}\n")
+    assert first.stdout.endswith(f"next, when all shares are done: ckptfix seal {folder}\n")
     assert run("seal", folder, "--shard", "1/2").returncode == 0
     again = json.loads(run("seal", folder, "--shard", "1/2", "--json").stdout)
     assert again["resumed"] == again["units"]
@@ -836,9 +840,9 @@ def test_the_old_verb_says_what_to_type(tmp_path: Path, where: str) -> None:
         refused = run("merge", results)
         step = f"cd {tmp_path} && ckptfix verify {folder} --partial {results}"
     else:
-        refused, step = run("merge", folder), "run the command of the shares without --shard"
+        refused, step = run("merge", folder), "run the command of the shares again, without --shard"
     assert refused.returncode == 2
-    assert refused.stderr.endswith(f"the verb ends the work of shares; next: {step}\n")
+    assert refused.stderr.endswith(f"without --shard, combines their results; next: {step}\n")
     assert "merge" not in run("--help").stdout
 
 
@@ -895,7 +899,7 @@ def test_a_migration_has_shares_too(tmp_path: Path, has_all: bool) -> None:
     for number in (2, 0):
         share = run(*command, "--shard", f"{number}/3")
         assert share.returncode == 0, share.stderr
-        assert ("2 of them by an earlier run" in share.stdout) == (number == 2)
+        assert ("(2 from an earlier run)" in share.stdout) == (number == 2)
     assert run("check", source).returncode == 0  # nothing sweeps the folder away
     assert not (tmp_path / "new").exists()
     if has_all:
@@ -928,7 +932,7 @@ def test_shares_of_a_migration_are_of_one_source_and_proven(tmp_path: Path, chan
         words = "changed since its share wrote it; next: rm -r"
         if change == "byte of a new file":  # as a disk changes it: the time stays
             os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
-            words = "has other bytes than were read from the source"
+            words = "differs from what was read from the source"
         refused = run(*command)
     assert refused.returncode == 3
     assert words in refused.stderr
@@ -946,7 +950,7 @@ def test_a_file_that_changed_makes_its_share_missing(tmp_path: Path) -> None:
     os.utime(path, ns=(1, 1))
     last = run("seal", folder)
     assert last.returncode == 0
-    assert "are missing, so this process does its work" in last.stderr
+    assert "are missing, so this process does that share too" in last.stderr
     assert run("verify", "--data", folder).returncode == 0
 
 
@@ -972,9 +976,9 @@ def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
     assert (
         child.stderr
-        == "ckptfix: works alone, as the process that started it has the same rank (0 of 2); for 2 "
-        "processes that share the work: export CKPTFIX_TEAM=1; for one: export "
-        "CKPTFIX_TEAM=0\n"
+        == "ckptfix: working alone, because the parent process has the same rank (0 of 2); to share "
+        "the work among 2 processes: export CKPTFIX_TEAM=1; to work alone without this message: "
+        "export CKPTFIX_TEAM=0\n"
     )
     alone = run("check", folder, **place, CKPTFIX_TEAM="0")
     assert (alone.returncode, alone.stderr) == (0, "")
@@ -1009,7 +1013,7 @@ def test_tasks_that_cannot_meet_say_how_to_work_as_shares(tmp_path: Path, is_mis
     assert f"{is_missing}" in refused.stderr
     share = "--partial FOLDER --shard $SLURM_PROCID/$SLURM_NTASKS"
     assert refused.stderr.endswith(
-        f"start each as a share: bash -c 'ckptfix verify {folder} {share}'\n"
+        f"start each process as a share: bash -c 'ckptfix verify {folder} {share}'\n"
     )
     assert start("verify", folder, rank=1).stderr == ""
     assert "in process 0 of 2" in start("seal", folder, "--shard", "1/2").stderr
@@ -1023,7 +1027,7 @@ def test_tasks_that_cannot_meet_say_how_to_work_as_shares(tmp_path: Path, is_mis
 def test_a_verb_whose_work_has_no_shares_is_refused(pair: tuple[Path, Path]) -> None:
     ended = ranks("verify", pair[0], "--device-map", "auto")
     assert [one.returncode for one in ended] == [2, 2]
-    assert "the proof of a reload needs the devices of one process" in ended[0].stderr
+    assert "the reload test uses the devices of one process" in ended[0].stderr
 
 
 @pytest.mark.parametrize("partial", ["", "s3://bucket/results"])
@@ -1031,7 +1035,7 @@ def test_results_go_into_a_folder_of_this_machine(tmp_path: Path, partial: str) 
     folder = checkpoint(tmp_path / "checkpoint")
     refused = run("seal", folder, "--partial", partial, at=str(tmp_path))
     assert refused.returncode == 2
-    assert "expected a folder of this machine" in refused.stderr
+    assert "expected a local folder for the results" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -1048,7 +1052,7 @@ def test_results_do_not_go_into_the_checkpoint(tmp_path: Path, below: str) -> No
         refused = run(*verb, "--partial", partial)
         assert refused.returncode == 2, refused.stdout
         assert (
-            f"--partial {partial} lies in {folder}, where its files would count" in refused.stderr
+            f"--partial {partial} is inside {folder}, where its files would count" in refused.stderr
         )
     assert sorted(folder.iterdir()) == before
 

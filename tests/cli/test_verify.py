@@ -100,7 +100,7 @@ def test_proof_of_transfers_can_be_required(
             "the reload is not proven: 1 line about transfers not exercised "
             "(--require-transfer-proof)"
         ),
-        "next: run it where the accelerators are, or leave out --require-transfer-proof",
+        "next: run it on a machine with the accelerators, or omit --require-transfer-proof",
     ]
     assert "no fault found" not in out
     assert run(["verify", str(folder), "--require-transfer-proof", "--json"]) == 1

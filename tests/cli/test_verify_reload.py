@@ -74,7 +74,7 @@ def test_a_verb_without_a_status_is_never_status_0(
 
     monkeypatch.setattr(cli.cli, "get_command", lambda context, name: forgets)
     assert run(["check"]) == 3
-    assert "ended without a status" in capsys.readouterr().err
+    assert "ended without an exit status" in capsys.readouterr().err
     assert run(["--help"]) == 0
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_without_a_tensor_is_no_success(
     page = tmp_path.parent / f"{tmp_path.name}.html"
     assert run(["verify", str(tmp_path), "--device-map", "auto", "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "nothing was exercised, and nothing is proven" in out
+    assert "nothing was exercised, so nothing is proven" in out
     assert "no fault found" not in out + page.read_text()
     assert "nothing was exercised" in page.read_text()
 
@@ -175,10 +175,7 @@ def test_the_page_says_why_it_failed(folder: Path, capsys: pytest.CaptureFixture
     )
     text = Page(page.read_text(encoding="utf-8")).text
     assert "the reload is not proven: 3 failed lines (names)" in text
-    assert (
-        "next: give --model, or config.json, the model whose weights these are, in their dtype"
-        in text
-    )
+    assert "next: make --model or config.json match these weights and their dtype" in text
 
 
 def poisoned(folder: Path) -> Path:
@@ -263,9 +260,9 @@ def test_what_data_finds_fails_although_the_reload_holds(
     assert run([*arguments, "--data", "--html", str(page)]) == 1
     out = capsys.readouterr().out
     assert "warning nonfinite: optimizer.bin: 'exp_avg of parameter 0'" in out
-    assert out.splitlines()[-2] == "--data found problems: they are listed above the reload"
+    assert out.splitlines()[-2] == "--data found problems; they are listed above the reload"
     text = Page(page.read_text(encoding="utf-8")).text
-    assert "--data found problems: they are listed above the reload" in text
+    assert "--data found problems; they are listed above the reload" in text
     assert "optimizer.bin: 'exp_avg of parameter 0'" in text
     assert run([*arguments, "--data", "--json"]) == 1
     assert printed(capsys)["reload"]["verdict"] == "no fault found in what was exercised"
@@ -319,6 +316,8 @@ def test_the_page_says_how_often_the_model_ran(folder: Path) -> None:
     arguments = ["verify", str(folder), "--model", MODEL, "--html", str(page)]
     assert run(arguments) == 0
     text = Page(page.read_text(encoding="utf-8")).text
-    assert "time beyond 1 run\n" in text, "without an accelerator one run is made, of 8 that may be"
-    assert "time beyond 1 run" in text
+    assert "and more than 1 run\n" in text, (
+        "without an accelerator one run is made, of 8 that may be"
+    )
+    assert "and more than 1 run" in text
     assert "each way" not in text

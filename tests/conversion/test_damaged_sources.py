@@ -39,14 +39,14 @@ def without(state: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor
 
 _TIE = {"head.weight": "a.weight"}
 _LATER: dict[str, tuple[Callable[[Path], None], str]] = {
-    "lost": (lambda path: write(path, without(_STATE, "b.weight"), **_TIE), "'b.weight' is in its manifest"),
-    "added": (lambda path: write(path, {**_STATE, "z": torch.ones(2)}, **_TIE), "'z' is not in its manifest"),
+    "lost": (lambda path: write(path, without(_STATE, "b.weight"), **_TIE), "'b.weight' is listed in the manifest"),
+    "added": (lambda path: write(path, {**_STATE, "z": torch.ones(2)}, **_TIE), "'z' is not listed in the manifest"),
     "renamed": (
         lambda path: write(path, {**without(_STATE, "c.weight"), "x": _STATE["c.weight"]}, **_TIE),
-        "'c.weight' is in its manifest",
+        "'c.weight' is listed in the manifest, but missing",
     ),
-    "untied": (lambda path: write(path, _STATE), "'head.weight' is in its manifest"),
-    "retied": (lambda path: write(path, _STATE, **{"head.weight": "b.weight"}), "'head.weight' has other bytes"),
+    "untied": (lambda path: write(path, _STATE), "'head.weight' is listed in the manifest, but missing"),
+    "retied": (lambda path: write(path, _STATE, **{"head.weight": "b.weight"}), "'head.weight' does not match its"),
 }  # fmt: skip
 
 
@@ -116,7 +116,10 @@ def test_deepspeed_weights_as_in_training_are_not_those_that_were_sealed(tmp_pat
     shutil.copytree(FIXTURES / "deepspeed-0.18.2" / "zero1-bf16" / "checkpoint", tmp_path / "a")
     seal(tmp_path / "a")
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", dtype="original")
-    assert any("as their manifest says" in words for words in receipt.not_checked)
+    assert any(
+        "with a new dtype matched the manifest of the source" in words
+        for words in receipt.not_checked
+    )
     migrate(tmp_path / "a", tmp_path / "c", to="safetensors")
 
 
@@ -179,8 +182,8 @@ def test_an_error_that_a_repair_fixes_is_refused(tmp_path: Path, case: str, to: 
         words = str(refusal.value)
         assert words.startswith(f"{source}: {_TO_REPAIR[case]}: ")
         assert words.endswith(
-            "nothing was written; add --allow-damage to copy the error, too; next: ckptfix repair "
-            f"{source}"
+            f"nothing was written; next: ckptfix repair {source}, or copy the error too: "
+            "--allow-damage"
         )
     assert not any(tmp_path.iterdir())
 
@@ -192,7 +195,7 @@ def test_allowed_damage_is_named_and_carried_over(tmp_path: Path, to: str) -> No
         receipt = migrate(source, tmp_path / "b", to=to, allow_damage=True, dry_run=dry_run)
         words, *_ = receipt.warnings
         assert words.startswith(
-            "--allow-damage: the copy keeps doubled-model of the source: model_1.safetensors: "
+            "--allow-damage: the copy still has doubled-model: model_1.safetensors: "
         )
         assert words.endswith(f"next, before you migrate again: ckptfix repair {source}")
     assert check(tmp_path / "b").status == 1
@@ -271,7 +274,7 @@ def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(
     source = FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint"
     (words,) = migrate(source, tmp_path / "a", to="safetensors").warnings
     assert words.startswith("optimizer_0: copied unchanged, but")
-    assert "looks for optimizer.bin" in words
+    assert "load_state expects optimizer.bin, so only the models can be loaded" in words
     assert migrate(source, tmp_path / "b", to="dcp").warnings == ()
     (tmp_path / "plain").mkdir()
     write(tmp_path / "plain" / "model.safetensors", _STATE)
@@ -297,5 +300,5 @@ def test_names_that_safetensors_may_lack_are_told(tmp_path: Path) -> None:
 
 def test_the_dtype_of_training_is_deepspeeds_alone(tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", _STATE)
-    with pytest.raises(UsageError, match="holds no weights of DeepSpeed"):
+    with pytest.raises(UsageError, match="has no DeepSpeed weights"):
         migrate(tmp_path / "a.safetensors", tmp_path / "b", to="bin", dtype="original")

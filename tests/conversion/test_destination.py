@@ -96,12 +96,13 @@ def test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced(
     with pytest.raises(UsageError) as error:
         migrate(lone, old, to="safetensors", overwrite=True)
     assert (
-        f"came or changed since ckptfix migrate wrote it: {named}; --overwrite replaces only"
+        f"added or changed after ckptfix migrate wrote it: {named}; --overwrite replaces only"
         in str(error.value)
     )
     assert str(error.value).endswith(f"remove it yourself: rm -r {old}")
     with pytest.raises(
-        UsageError, match=r"exists; it is a folder; name a new place in it: .*b/a\.safetensors$"
+        UsageError,
+        match=r"exists; it is a folder, so choose a path in it, such as .*b/a\.safetensors$",
     ):
         migrate(lone, old, to="safetensors")
     assert names_below(old) == before
@@ -139,7 +140,7 @@ def test_what_was_repaired_or_salvaged_is_never_replaced(lone: Path) -> None:
     target = lone.parent / "b"
     migrate(source, target, to="safetensors", allow_damage=True)
     assert repair(target, policy=Policy(keep={Role.MODEL: 1})).status == 0
-    with pytest.raises(UsageError, match=r"came or changed since .*0001\.done"):
+    with pytest.raises(UsageError, match=r"added or changed after .*0001\.done"):
         migrate(lone, target, to="bin", overwrite=True)
     undo(target)
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-4])
@@ -177,7 +178,7 @@ def test_what_is_not_a_folder_is_never_replaced(lone: Path, old: Path, kind: str
     assert "--overwrite" not in str(error.value)
     what = "a symbolic link" if kind.startswith("link") else "not a folder"
     with pytest.raises(
-        UsageError, match=rf"is {what}; .*; name another place, or remove it yourself: rm /"
+        UsageError, match=rf"is {what}; .*; choose another path, or remove it yourself: rm /"
     ):
         migrate(lone, target, to="safetensors", overwrite=True)
     now = os.lstat(target)
@@ -192,7 +193,7 @@ def test_an_empty_folder_is_taken(lone: Path, overwrite: bool) -> None:
     assert migrate(lone, target, to="safetensors", overwrite=overwrite).removed == ()
     assert names_below(target) == {"model.safetensors"}
     (lone.parent / "c.safetensors").mkdir()
-    with pytest.raises(UsageError, match="is a folder, and a file would take its place"):
+    with pytest.raises(UsageError, match=r"is a folder \(expected a path for a new file\)"):
         migrate(lone, lone.parent / "c.safetensors", to="safetensors", overwrite=overwrite)
     (lone.parent / "d").symlink_to(lone.parent / "c.safetensors")
     with pytest.raises(UsageError, match=r"exists|is a symbolic link"):
@@ -202,7 +203,7 @@ def test_an_empty_folder_is_taken(lone: Path, overwrite: bool) -> None:
 
 def test_a_folder_that_migrate_wrote_is_not_replaced_by_a_file(lone: Path, old: Path) -> None:
     old.rename(lone.parent / "b.bin")
-    with pytest.raises(UsageError, match="is a folder, and a file would take its place"):
+    with pytest.raises(UsageError, match=r"is a folder \(expected a path for a new file\)"):
         migrate(lone, lone.parent / "b.bin", to="bin", overwrite=True)
     assert "pytorch_model.bin" in names_below(lone.parent / "b.bin")
 
@@ -214,7 +215,7 @@ def test_the_root_of_the_disk_is_refused_without_walking_it(
     source.mkdir()
     write_safetensors(source / "model.safetensors", {"z": torch.zeros(2)})
     monkeypatch.setattr("ckptfix.conversion.destination.os.walk", None)
-    with pytest.raises(UsageError, match="lies inside /; name another place"):
+    with pytest.raises(UsageError, match="is inside /; choose another path"):
         migrate(source, "/", to="bin", overwrite=True)
 
 
@@ -222,7 +223,7 @@ def test_a_folder_in_use_is_not_replaced(
     lone: Path, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(old / "sub")
-    with pytest.raises(UsageError, match="a folder in use"):
+    with pytest.raises(UsageError, match="is a mount point, or it contains the current folder"):
         migrate(lone, old, to="bin", overwrite=True)
 
 
@@ -236,7 +237,9 @@ def test_what_happens_meanwhile_in_a_folder_that_is_replaced_is_seen(
         else:
             (old / ("train.py" if change == "comes" else "sub/notes.txt")).write_text("code")
 
-    with pytest.raises(ChangedError, match="changed meanwhile; nothing was written there"):
+    with pytest.raises(
+        ChangedError, match="changed during the migration; nothing was written there"
+    ):
         migrate(lone, old, to="safetensors", overwrite=True, progress=write)
     assert "pytorch_model.bin" in names_below(old)
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "b"]
@@ -255,7 +258,9 @@ def test_a_file_that_comes_after_the_last_look_is_not_deleted(
         rename_to_free(source, target)
 
     monkeypatch.setattr(staged, "rename_to_free", late)
-    with pytest.raises(ChangedError, match="changed meanwhile; nothing was written there"):
+    with pytest.raises(
+        ChangedError, match="changed during the migration; nothing was written there"
+    ):
         migrate(lone, old, to="safetensors", overwrite=True)
     assert (old / "mine.txt").read_text() == "mine"
     assert (old / "pytorch_model.bin").exists()
@@ -297,7 +302,8 @@ def test_what_the_source_reads_there_is_not_replaced(lone: Path, kind: str) -> N
     before = {name: (real / name).read_bytes() for name in names_below(real)}
     given = (real if kind == "an index" else source) / "model.safetensors.index.json"
     with pytest.raises(
-        UsageError, match=r"is to be migrated, leads into it; name another|lies inside .*; name"
+        UsageError,
+        match=r"of the source, resolves to a path inside it; choose another|is inside .*; choose",
     ):
         migrate(
             given if kind in ("a shard", "an index") else source, real, to="bin", overwrite=True
@@ -323,7 +329,7 @@ def test_nothing_is_written_into_a_folder_that_is_carried_through_a_link(tmp_pat
     write_safetensors(source / "model.safetensors", {"a": torch.ones(3)})
     (source / "data").symlink_to(data)
     with pytest.raises(
-        UsageError, match=r"data/new lies inside .*src/data, which is to be migrated"
+        UsageError, match=r"data/new is inside .*src/data, which is part of the source"
     ):
         migrate(source, data / "new", to="bin")
     assert names_below(data) == {"notes.txt"}
@@ -347,7 +353,7 @@ def test_the_model_that_an_adapter_needs_is_never_replaced(
     name = {"absolute": str(old), "from the working directory": "b"}.get(named, named)
     (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
     with pytest.raises(
-        UsageError, match=r"adapter_config\.json in .*src names it as the model that the adapter"
+        UsageError, match=r"contains the base model that adapter_config\.json in .*src refers to"
     ):
         migrate(source, old, to="bin", overwrite=True)
     assert "pytorch_model.bin" in names_below(old)

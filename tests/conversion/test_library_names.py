@@ -281,9 +281,9 @@ class TestStatesOfTheTrainer:
 
     def test_alone_they_are_nothing_to_migrate(self, checkpoint: Path, tmp_path: Path) -> None:
         (checkpoint / "adapter_model.safetensors").unlink()
-        with pytest.raises(UsageError, match="holds no weights"):
+        with pytest.raises(UsageError, match="has no model weights"):
             migrate(checkpoint, tmp_path / "new", to="bin")
-        with pytest.raises(UsageError, match="holds no weights"):
+        with pytest.raises(UsageError, match="has no model weights"):
             migrate(checkpoint / "rng_state.pth", tmp_path / "new", to="bin")
 
 
@@ -319,5 +319,5 @@ def test_diff_names_the_command_for_an_adapter_next_to_the_model(tmp_path: Path)
     a, b = tmp_path / "a", tmp_path / "b"
     report = diff(a, b)
     command = f"ckptfix diff {a / 'adapter_model.safetensors'} {b / 'adapter_model.safetensors'}"
-    assert any(f"{command} compares them" in words for words in report.not_compared)
+    assert any(f"to compare them: {command}" in words for words in report.not_compared)
     assert diff(a / "adapter_model.safetensors", b / "adapter_model.safetensors").status == 1

@@ -51,7 +51,7 @@ def test_what_is_known_of_a_folder_that_is_not_carried_whole_is_named(source: Pa
     (source / "epoch_1" / "away").symlink_to("nowhere")
     receipt = migrate(source, source.parent / "b", to="bin")
     assert [one.what for one in receipt.left_out] == ["epoch_1/away", "epoch_1/.ckptfix"]
-    assert "lists the files of its folder" in receipt.left_out[1].reason
+    assert "describes the files of its folder" in receipt.left_out[1].reason
     assert names_below(source.parent / "b" / "epoch_1") == {"model.safetensors"}
 
 
@@ -69,7 +69,7 @@ def test_a_link_in_what_is_known_is_not_followed(source: Path) -> None:
     (source / "epoch_1" / ".ckptfix" / "0001.done" / "secret").symlink_to("/etc/hostname")
     receipt = migrate(source, source.parent / "b", to="bin")
     assert [(one.what, one.reason) for one in receipt.left_out] == [
-        ("epoch_1/.ckptfix", "there is more in it than files")
+        ("epoch_1/.ckptfix", "it contains more than regular files of ckptfix")
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
     receipt = migrate(source / "model.safetensors", source / "x.bin", to="bin")
     assert receipt.warnings == (planned,)
     assert (
-        f"does not list what is written to x.bin; next, to make it true: ckptfix seal {source}"
+        f"does not list the files in x.bin; next, to update the manifest: ckptfix seal {source}"
         in planned
     )
     assert verify(source).status == 1
@@ -91,8 +91,8 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
         source / "epoch_1" / "model.safetensors", source / "x.bin", to="bin"
     ).warnings
     assert (
-        "says otherwise of what is written to x.bin; next, to make it true: ckptfix seal --force "
-        f"{source}" in words
+        "describes the previous files in x.bin; next, to update the manifest: ckptfix seal "
+        f"--force {source}" in words
     )
     assert seal(source, force=True).written
     assert verify(source).status == 0
@@ -116,8 +116,8 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_tensors(
     monkeypatch.setattr(producing, "MAX_MANIFEST", 2000)
     receipt = migrate(source, tmp_path / "b", to="bin")
     (words,) = receipt.warnings
-    assert "has no digests of tensors: with them it would take" in words
-    assert "2000 are read at most" in words
+    assert "has no digests of tensors: with them it would have" in words
+    assert "(limit: 2000)" in words
     manifest = read_manifest(tmp_path / "b")
     assert manifest is not None
     assert not manifest.models[0].digests

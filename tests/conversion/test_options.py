@@ -28,7 +28,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5 apples", "GB", "1e9", "0.1B", "9" * 40, "٣GB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="write a size as 5GB"):
+    with pytest.raises(UsageError, match="expected a size such as 5GB"):
         parse_size(text)
 
 
@@ -48,7 +48,7 @@ def test_words_of_the_library(tmp_path: Path) -> None:
         {"to": "bin", "keys": "x"},
         {"to": "bin", "dtype": "int8"},
     ):
-        with pytest.raises(UsageError, match="write one of"):
+        with pytest.raises(UsageError, match="expected one of"):
             migrate(tmp_path / "a.safetensors", tmp_path / "c", **wrong)
     assert names_below(tmp_path) == {"a.safetensors", "b/pytorch_model.bin"}
 

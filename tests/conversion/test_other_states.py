@@ -92,7 +92,7 @@ def test_random_states_that_are_damaged_or_change_are_not_written_anew(
     ckptfix.seal(source)
     torch.save(random_states(1), path)
     with pytest.raises(
-        OperationError, match=r"random_states_0\.pkl has other bytes than its manifest says"
+        OperationError, match=r"random_states_0\.pkl does not match its digest in the manifest"
     ):
         ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=processes)
     path.write_bytes(kept)
@@ -124,9 +124,12 @@ def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_fil
             assert (tmp_path / name / path).read_bytes() == (source / path).read_bytes()
         assert torch.load(tmp_path / name / "random_states_2.pkl", weights_only=True) == {"step": 3}
         (words,) = [one for one in receipt.warnings if "random_states" in one]
-        assert "with accelerator.step 3, which counts batches within gradient accumulation" in words
+        assert (
+            "with accelerator.step = 3, which counts batches within gradient accumulation" in words
+        )
         assert words.endswith(
-            "next, unless the guard of ckptfix resumes: accelerator.step = 0 after load_state"
+            "next, unless the guard of ckptfix resumes the run: set accelerator.step = 0 after "
+            "load_state"
         )
 
 
@@ -159,7 +162,7 @@ def test_a_scheduler_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) 
     assert found == {"last_epoch": 6, "_step_count": 7}
     torch.save(content | {"lr_scheduler": {"last_batch_iteration": 4}}, states)
     receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "other", to="ddp", state="all")
-    assert "{'last_batch_iteration': 4} is left out: no scheduler of torch" in receipt.warnings[0]
+    assert "({'last_batch_iteration': 4}) is left out: no torch scheduler" in receipt.warnings[0]
 
 
 def test_the_scale_of_the_loss_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) -> None:
@@ -262,8 +265,8 @@ def test_a_static_scale_of_the_loss_becomes_one_that_never_grows(tmp_path: Path)
     )
     assert moved.warnings == (
         (
-            "optimizer: its scale of the loss, 128, is static, and torch's GradScaler has only "
-            "dynamic ones: by scaler.pt it begins there, never grows, and is halved by an "
+            "optimizer: its loss scale, 128, is static, but torch's GradScaler is always dynamic: "
+            "with scaler.pt it starts at this scale, never grows it, and halves it after an "
             "overflow"
         ),
     )
@@ -283,7 +286,7 @@ def test_a_scheduler_that_counted_once_for_all_processes_is_named(
         tmp_path / "between", tmp_path / "new", to="fsdp", state="all", processes=processes
     )
     words = (
-        "advanced this scheduler by 1 at each step, and Accelerate advances it once per process, "
+        "advanced this scheduler by 1 at each step, but Accelerate advances it once per process, "
         "by 3 from now"
     )
     assert len([one for one in receipt.warnings if words in one]) == (processes > 1)
@@ -308,18 +311,18 @@ def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(
         "scheduler.bin: copied unchanged, at 6 after 3 steps of the optimizer; "
     )
     assert (
-        "(by 2 so far, by 4 from now on); next, where the batch of a step stays as large as it "
-        "was: " in words
+        "(by 2 so far, by 4 from now on); next, if the total batch size of a step does not "
+        "change: " in words
     )
-    assert words.endswith(" and, if accelerator.sync_gradients, scheduler.step() 2 times")
+    assert words.endswith(" and, if accelerator.sync_gradients, call scheduler.step() 2 times")
 
 
 def test_a_script_that_advances_a_scheduler_by_hand_is_told_to_go_on_so(tmp_path: Path) -> None:
     """As the receipt of an earlier migration, from four processes to two, said it should."""
     (words,) = paces(tmp_path, 12, "ddp", before=2, processes=1)
     assert (
-        "step_scheduler_with_optimizer=False and advances it by 4 at each step; these numbers "
-        "suggest" in words
+        "step_scheduler_with_optimizer=False and advances it by 4 at each step, which these "
+        "numbers suggest" in words
     )
 
 
@@ -329,11 +332,11 @@ def test_a_scheduler_that_advances_once_per_process_is_named_where_an_engine_tak
 ) -> None:
     (words,) = paces(tmp_path, 6, to, before=2, processes=2)
     assert (
-        "at 6 after 3 steps of the optimizer, as Accelerate advanced it by 2 at each step; a "
+        "at step 6 after 3 optimizer steps, because Accelerate advanced it by 2 at each step; a "
         "scheduler" in words
     )
     assert words.endswith(
-        "next: let the script prepare() its scheduler of torch, which goes on as before"
+        "next: prepare() a torch scheduler in the script, which continues as before"
     )
 
 

@@ -220,7 +220,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path: Path) -> None
     torch.save(
         {"w": torch.zeros(2), "c": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "a.bin"
     )
-    with pytest.raises(OperationError, match=r"a\.bin: 'c' is of C128"):
+    with pytest.raises(OperationError, match=r"a\.bin: 'c' has dtype C128"):
         migrate(tmp_path / "a.bin", tmp_path / "b.safetensors", to="safetensors")
 
 

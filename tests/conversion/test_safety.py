@@ -189,7 +189,8 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     values[4] = 1  # f_bavail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
     with pytest.raises(
-        OperationError, match=r"b: needs [0-9.]+ KiB of free space, 4\.0 KiB are free on this disk"
+        OperationError,
+        match=r"b: needs [0-9.]+ KiB of free space, but only 4\.0 KiB is free on this disk",
     ):
         migrate(source, source.parent / "b", to="bin")
     assert os.listdir(source.parent) == ["a"]
@@ -209,11 +210,12 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
     monkeypatch.setattr(os, "pwrite", full)
     size = "[0-9.]+ [KMGT]?i?B"
     words = (
-        rf"b: .* {size} more were to be written, {size} are free: '.*/new/{name}'; [0-9]+ bytes .*"
-        r" in all"
+        rf"b: .* {size} more needed, {size} free: '.*/new/{name}'; .* needs [0-9]+ bytes "
+        r".* in total"
     )
     with pytest.raises(
-        OperationError, match=f"{words}; nothing was written there; next: make room on that disk"
+        OperationError,
+        match=f"{words}; nothing was written there; next: free up space on that disk",
     ):
         migrate(source, source.parent / "b", to="safetensors")
     assert os.listdir(source.parent) == ["a"]
@@ -223,8 +225,8 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
     ("given", "where", "words"),
     [
         ("a", "a", "is the source of the migration"),
-        ("a", "a/b", "lies inside"),
-        ("a/model.safetensors", "a", "lies inside .*; name another place"),
+        ("a", "a/b", "is inside the source of the migration"),
+        ("a/model.safetensors", "a", "is inside .*; choose another path"),
         ("a", "c/b", r"/c does not exist; next: mkdir -p \S*/c$"),
         ("a", "c/d/b", r"/c/d does not exist; next: mkdir -p \S*/c/d$"),
         ("a", "a/model.safetensors/b", "model.safetensors is not a folder"),
@@ -248,7 +250,7 @@ def test_what_comes_to_dst_meanwhile_stays(source: Path, monkeypatch: pytest.Mon
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr("ckptfix.conversion.migrate.produce", slow)
-    with pytest.raises(ChangedError, match="appeared meanwhile"):
+    with pytest.raises(ChangedError, match="was created meanwhile"):
         migrate(source, target, to="bin")
     assert names_below(target) == {"theirs"}
     assert sorted(os.listdir(source.parent)) == ["a", "b"]
@@ -260,7 +262,7 @@ def test_a_file_that_comes_to_dst_meanwhile_stays(source: Path) -> None:
     def write(count: int) -> None:
         target.write_text("theirs")
 
-    with pytest.raises(ChangedError, match="appeared meanwhile"):
+    with pytest.raises(ChangedError, match="was created meanwhile"):
         migrate(source / "model.safetensors", target, to="bin", progress=write)
     assert target.read_text() == "theirs"
     assert sorted(os.listdir(source.parent)) == ["a", "b.bin"]
@@ -303,9 +305,7 @@ def test_a_bit_that_flips_on_the_way_is_found(
         real(fd, memoryview(damaged), offset)
 
     monkeypatch.setattr(streaming, "write_all", flip)
-    with pytest.raises(
-        OperationError, match=r"'w2' has other bytes than were read from the source"
-    ):
+    with pytest.raises(OperationError, match=r"'w2' differs from what was read from the source"):
         migrate(source / "model.safetensors", source.parent / "b.safetensors", to="safetensors")
     assert os.listdir(source.parent) == ["a"]
     receipt = migrate(
@@ -493,7 +493,10 @@ def test_a_layout_that_gives_too_little_is_found(
         return real(new, stored._replace(layout=Short()), None)  # type: ignore[arg-type]
 
     monkeypatch.setattr("ckptfix.conversion.migration_plan.Source", short)
-    with pytest.raises(OperationError, match="the tensor 'w0' has 16 bytes, 4096 were planned"):
+    with pytest.raises(
+        OperationError,
+        match=r"the tensor 'w0' has the wrong size \(expected 4096 bytes, found 16\)",
+    ):
         migrate(source / "model.safetensors", source.parent / "b.bin", to="bin")
     assert os.listdir(source.parent) == ["a"]
 

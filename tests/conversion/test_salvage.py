@@ -152,7 +152,7 @@ def test_a_lost_shard_without_an_index(tmp_path: Path) -> None:
 def test_a_cut_header_saves_nothing_and_says_so(tmp_path: Path) -> None:
     save_file({"w": torch.ones(9)}, tmp_path / "a.safetensors")
     (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:30])
-    with pytest.raises(OperationError, match=r"nothing can be saved.*header"):
+    with pytest.raises(OperationError, match=r"nothing can be salvaged.*header"):
         salvage(tmp_path / "a.safetensors", tmp_path / "new")
     assert left(tmp_path) == {"a.safetensors"}
 
@@ -236,7 +236,7 @@ def test_what_stands_in_the_way(tmp_path: Path) -> None:
         salvage(folder, tmp_path / "none" / "new")
     with pytest.raises(UsageError, match="does not exist"):
         salvage(tmp_path / "none", tmp_path / "new")
-    with pytest.raises(UsageError, match="give the folder"):
+    with pytest.raises(UsageError, match="is an index; name its folder instead"):
         salvage(folder / "model.safetensors.index.json", tmp_path / "new")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError):
@@ -254,7 +254,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         return result
 
     monkeypatch.setattr(writing, "write_file", damaging)
-    with pytest.raises(OperationError, match="'a' has other bytes than were read"):
+    with pytest.raises(OperationError, match="'a' differs from what was read"):
         salvage(tmp_path / "m.safetensors", tmp_path / "new")
     assert left(tmp_path) == {"m.safetensors"}
 
@@ -304,7 +304,7 @@ def test_a_dcp_folder_with_a_cut_file(tmp_path: Path) -> None:
     assert [one.file for one in receipt.lost if one.name is None] == ["optimizer_0"]
     assert not (tmp_path / "new" / "optimizer_0").exists()
     data.unlink()
-    with pytest.raises(OperationError, match="nothing can be saved"):
+    with pytest.raises(OperationError, match="nothing can be salvaged"):
         salvage(tmp_path / "source", tmp_path / "other")
 
 
@@ -331,5 +331,5 @@ def test_a_dcp_folder_itself(tmp_path: Path) -> None:
     assert salvage(tmp_path / "source", tmp_path / "whole").status == 0
     assert diff(tmp_path / "source", tmp_path / "whole").status == 0
     (tmp_path / "source" / ".metadata").unlink()
-    with pytest.raises(OperationError, match=r"nothing can be saved.*\.metadata"):
+    with pytest.raises(OperationError, match=r"nothing can be salvaged.*\.metadata"):
         salvage(tmp_path / "source", tmp_path / "new")

@@ -42,9 +42,11 @@ def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_s
     assert not (tmp_path / "new" / "optimizer_0").exists()
     (reason,) = lost(receipt).values()
     items = len(dcp_making_items(source / "optimizer_0"))
-    assert reason.startswith(f"none of its {items} items is saved, as not all of them are intact: ")
+    assert reason.startswith(
+        f"nothing of it is saved ({items} items), because not every item is intact: "
+    )
     assert "ckptfix salvage" not in reason, "nothing can be saved there"
-    with pytest.raises(OperationError, match="nothing can be saved"):
+    with pytest.raises(OperationError, match="nothing can be salvaged"):
         salvage(source / "optimizer_0", tmp_path / "other")
 
 
@@ -75,7 +77,7 @@ def test_a_bad_item_beside_the_model_names_all_that_is_left_out(tmp_path: Path) 
     flip(path, path.read_bytes().index(bytes(torch.tensor(0.1).numpy().data)))
     receipt = salvage(source, tmp_path / "new")
     assert lost(receipt).keys() == {"optim.lr", "optim.m", "epoch"}
-    assert receipt.left_out == ("1 file in . that .metadata does not name: '__9_0.distcp'",)
+    assert receipt.left_out == ("1 file in . that .metadata does not list: '__9_0.distcp'",)
     assert files(tmp_path / "new") == {"model.safetensors"}
 
 
@@ -91,7 +93,8 @@ def test_other_files_in_a_dcp_folder_that_is_not_whole_are_copied(tmp_path: Path
     assert (tmp_path / "new" / "pytorch_model_fsdp_0" / "notes.txt").read_text() == "of mine"
     assert not list((tmp_path / "new").rglob(".ckptfix"))
     assert (
-        "pytorch_model_fsdp_0/.ckptfix, which does not refer to the new folder" in receipt.left_out
+        "pytorch_model_fsdp_0/.ckptfix: it describes the source, not the new folder"
+        in receipt.left_out
     )
 
 
@@ -111,7 +114,7 @@ def test_whole_shards_without_an_index_are_sent_to_repair(
     new = tmp_path / "new"
     receipt = salvage(source, new)
     assert receipt.next_steps == (f"ckptfix repair {new / where}",)
-    assert (receipt.status, receipt.verdict) == (0, "nothing missing was found")
+    assert (receipt.status, receipt.verdict) == (0, "no losses found")
     assert len(receipt.left_out) == (damage == "broken")
     assert receipt.as_json()["next"] == list(receipt.next_steps)
     assert repair(new / where).status == 0
@@ -146,8 +149,8 @@ def test_a_part_never_stands_where_loaders_take_it_for_the_whole(
     assert files(tmp_path / "new") == {whole, name}
     assert receipt.notes == (
         (
-            f"what is saved of {part} holds a part of a model, and has a name that no loader looks "
-            f"for, as the model is complete in {whole}"
+            f"{part}: the saved part of its model gets a name that no loader looks for, because "
+            f"{whole} has the complete model"
         ),
     )
     (weights,) = open_checkpoint(tmp_path / "new").weights
@@ -195,7 +198,7 @@ def test_a_folder_of_checkpoints_is_sent_to_a_command_that_works(tmp_path: Path)
         migrate(tmp_path / "trainer", tmp_path / "new", to="bin")
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-2")
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-4")
-    with pytest.raises(UsageError, match=r"holds no weights of a model: the folder is empty$"):
+    with pytest.raises(UsageError, match=r"has no model weights: the folder is empty$"):
         diff(tmp_path / "trainer", tmp_path / "trainer")
 
 
@@ -224,10 +227,7 @@ def test_words_that_shards_do_not_agree_on_are_lost(tmp_path: Path) -> None:
     cut(source / "model-00002-of-00002.safetensors", 10)
     receipt = salvage(source, tmp_path / "new")
     assert words(tmp_path / "new" / "model.safetensors") == {"format": "pt", "run": "a"}
-    assert (
-        lost(receipt)["__metadata__"]
-        == "its metadata 'step' differs from that of other files of the model"
-    )
+    assert lost(receipt)["__metadata__"] == "'step' differs between the files of the model"
 
 
 def folder(path: Path) -> Path:

@@ -115,7 +115,7 @@ def test_files_without_tensors(tmp_path: Path) -> None:
     receipt = salvage(folder, tmp_path / "new")
     assert {(one.file, one.reason) for one in receipt.lost} == {
         ("optimizer.bin", OTHER),
-        ("scheduler.bin", "the manifest lists it, and it is not there"),
+        ("scheduler.bin", "listed in the manifest, but missing"),
     }
     assert [(one.file, one.reason) for one in receipt.doubtful] == [("README.md", OTHER)]
     assert (tmp_path / "new" / "README.md").read_text() == "my own words"
@@ -144,7 +144,7 @@ def test_what_the_manifest_knows_of_a_file_that_cannot_be_read(tmp_path: Path) -
     save_file(less, folder / "model.safetensors")
     receipt = salvage(folder, tmp_path / "less")
     assert [(one.name, one.reason) for one in receipt.lost] == [
-        (FQN, "the manifest lists it, and no file holds it")
+        (FQN, "listed in the manifest, but in no file")
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_manifest_of_another_save_is_told_and_can_be_put_aside(tmp_path: Path)
     (folder / "README.md").unlink()
     save_file({name: tensor + 1 for name, tensor in state().items()}, folder / "model.safetensors")
     with pytest.raises(
-        OperationError, match=r"if the manifest is of an earlier save: rm .*manifest\.json"
+        OperationError, match=r"if the manifest belongs to an earlier save: rm .*manifest\.json"
     ):
         salvage(folder, tmp_path / "new")
     receipt = salvage(folder, tmp_path / "kept", keep_damaged=True)
@@ -181,7 +181,8 @@ def test_a_manifest_that_cannot_be_understood_stops_nothing(tmp_path: Path) -> N
     receipt = salvage(folder, tmp_path / "new")
     assert receipt.status == 0
     assert any(
-        words.startswith("digests, as the manifest cannot be used") for words in receipt.not_checked
+        words.startswith("digests, because the manifest cannot be used")
+        for words in receipt.not_checked
     )
 
 

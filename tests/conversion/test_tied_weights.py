@@ -56,7 +56,7 @@ def test_the_model_decides_what_is_tied(tmp_path: Path) -> None:
     }  # synchronized before the save
     torch.save(weights | copies, source / "pytorch_model_fsdp.bin")
     receipt = ckptfix.migrate(source, tmp_path / "guessed", to="ddp", state="all")
-    assert "equal in every byte to '0.bias', '0.weight'" in receipt.warnings[0]
+    assert "byte-identical to '0.bias', '0.weight'" in receipt.warnings[0]
     model.target = net().requires_grad_(False)
     receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", model=lambda: model)
     assert not receipt.warnings
@@ -99,7 +99,7 @@ def test_a_tie_of_frozen_weights_is_one_tensor_again(
     )
     (opened,) = open_checkpoint(tmp_path / "new").weights
     assert opened.ties == {"head.weight": "embed.weight"}
-    said = [words for words in receipt.warnings if "written once, as a tie" in words]
+    said = [words for words in receipt.warnings if "written once, as tied weights" in words]
     assert len(said) == (not with_model)
 
 

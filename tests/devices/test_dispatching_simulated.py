@@ -211,7 +211,7 @@ def test_each_model_holds_for_itself() -> None:
     remove_safe_transfers(models[0])
     assert staged_pairs() == ALL
     with pytest.warns(
-        UserWarning, match="stay on .* because a dispatched Transformer still needs them"
+        UserWarning, match=r"stay on .* others still use them \(a dispatched Transformer\)"
     ):
         dispatch_model(transformer(), THREE, safe_transfers="never")
     remove_safe_transfers(models[1])
@@ -247,7 +247,7 @@ def test_a_dispatch_that_fails_changes_nothing() -> None:
 
 
 def test_arguments_that_contradict_each_other() -> None:
-    with pytest.raises(UsageError, match="leave one out"):
+    with pytest.raises(UsageError, match="turns it off: remove one of them"):
         dispatch_model(
             transformer(), THREE, safe_transfers="never", force_cuda_to_cuda_via_cpu=True
         )
@@ -624,7 +624,7 @@ def test_a_model_that_holds_data_parallel_is_told_what_is_not_staged(
     found_broken(monkeypatch, (0, 1))
     model = nn.Sequential(nn.Linear(3, 3), nn.DataParallel(nn.Linear(3, 3), device_ids=[1]))
     with pytest.warns(
-        UserWarning, match=r"Sequential holds a torch.nn.DataParallel: .*NCCL.*not stage"
+        UserWarning, match=r"Sequential contains a torch.nn.DataParallel: .*NCCL.*not stage"
     ):
         dispatch_model(model, {"0": 0, "1": 1}, safe_transfers="always")
     remove_safe_transfers(model)

@@ -46,7 +46,7 @@ def test_in_this_process_it_says_the_same() -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "import", "SIGSEGV"),
         ("raise SystemExit(7)", "import", "status 7"),
         ("import time; time.sleep(600)", "import", "no answer in 2 s"),
-        ("import os; os._exit(0)", "import", "it ended early (while torch was imported)"),
+        ("import os; os._exit(0)", "import", "the process ended early (while torch was imported)"),
     ],
 )
 def test_a_torch_that_cannot_be_imported(

@@ -143,7 +143,7 @@ def test_what_is_not_covered_is_said_and_so(simulator: Simulator) -> None:
 
     with safe_transfers("always") as held:
         assert held.not_covered == interception.NOT_COVERED_BY_FALLBACK
-        assert any(".to(device) in the code of a model" in words for words in held.not_covered)
+        assert any(".to(device) in a model's code" in words for words in held.not_covered)
         Moves()(torch.ones(2, device="cuda:0"))
     assert simulator.count() == 1
 
@@ -182,7 +182,7 @@ def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
 ) -> None:
     monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
     with pytest.warns(
-        UserWarning, match=r"not staged: everything but the moves of accelerate's hooks.*NCCL"
+        UserWarning, match=r"not staged: everything except the moves of accelerate's hooks.*NCCL"
     ) as said:
         models = [dispatch_model(transformer(), THREE) for _ in range(2)]
     assert len(said) == 1
@@ -190,9 +190,7 @@ def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
     for model in models:
         remove_safe_transfers(model)
     with (
-        pytest.warns(
-            UserWarning, match=r"are not refused: .*\.to\(device\) in the code of a model"
-        ),
+        pytest.warns(UserWarning, match=r"are not refused: .*\.to\(device\) in a model's code"),
         safe_transfers("raise"),
     ):
         assert torch.ones(2, device="cuda:0").to("cuda:1").sum() == 2

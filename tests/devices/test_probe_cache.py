@@ -404,7 +404,8 @@ def test_a_file_that_is_replaced_before_it_is_read(
 def test_a_folder_that_others_can_write_to_is_said(home: Path) -> None:
     home.mkdir(parents=True)
     home.chmod(0o770)
-    with pytest.warns(UserWarning, match=f"not believed.*chmod go-w {home}") as said:
+    words = f"verdicts are ignored, because other users can write.*chmod go-w {home}"
+    with pytest.warns(UserWarning, match=words) as said:
         cache.store(report())
     assert cache.load(IDENTITY) is None
     assert len(said) == 1

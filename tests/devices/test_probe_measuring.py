@@ -84,4 +84,4 @@ def test_what_hides_faults_is_noted_with_each_pair(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(measuring, "InProcess", lambda: Worker(machine("a", "b")))
     report = measuring.measure(PAIRS, budget=3.0, seed=1, in_process=True, here=HERE)
     assert all(found.blind for found in report.pairs.values())
-    assert any("so no pair is remembered as healthy" in line for line in report.not_exercised)
+    assert any("; no pair is remembered as healthy" in line for line in report.not_exercised)

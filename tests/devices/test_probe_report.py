@@ -85,9 +85,9 @@ def test_a_hang_is_not_said_twice() -> None:
         verdict=Verdict.HANG,
         kind="hang",
         seed=1,
-        detail="copy_(): no end after 5.0 s",
+        detail="copy_(): did not end within 5.0 s",
     )
-    assert str(hung) == "2 -> 0 hang; copy_(): no end after 5.0 s"
+    assert str(hung) == "2 -> 0 hang; copy_(): did not end within 5.0 s"
 
 
 def test_a_newer_report_of_some_pairs_renews_those() -> None:
@@ -233,7 +233,7 @@ def test_a_pair_that_nothing_is_known_of_is_measured_and_unproven_until_then(
     assert measured.asked == [((1, 0),)]
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be kept there")
+@pytest.mark.filterwarnings("ignore:.*cannot save the probe's verdicts")
 def test_without_a_place_to_remember_a_process_measures_once(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -246,7 +246,7 @@ def test_without_a_place_to_remember_a_process_measures_once(
     assert probe.cached_report() == found
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be kept there")
+@pytest.mark.filterwarnings("ignore:.*cannot save the probe's verdicts")
 def test_damage_that_cannot_be_kept_is_not_forgotten_for_an_older_proof(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -444,7 +444,8 @@ def test_in_little_memory_small_copies_are_made_and_the_large_ones_named(
     assert found.done["repeats"] == 400
     assert found.done["large copies"] == 0
     assert (
-        "no memory for copies of 33.0 MiB + 13 B: device 1 has only 64.0 MiB free" in found.detail
+        "no memory for copies of 33.0 MiB + 13 B: device 1 has only 64.0 MiB of free memory"
+        in found.detail
     )
     assert "doctor --peer-copies" in found.detail
     monkeypatch.undo()

@@ -73,7 +73,7 @@ def test_a_broken_pair_hangs_raises_or_takes_its_device_along_and_the_others_are
         (2, 1): ("healthy", ""),
     }
     details = {tuple(found["pair"]): found["detail"] for found in report["pairs"]}
-    assert "no end after 20.0 s" in details[0, 1]
+    assert "did not end within 20.0 s" in details[0, 1]
     assert "device-side assert triggered" in details[1, 2]
 
 

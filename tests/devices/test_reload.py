@@ -139,8 +139,8 @@ def widen(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (drop, "1 name of the model missing: 'fc2.bias'"),
-        (add, "1 unexpected name: 'fc3.bias'"),
+        (drop, "1 key of the model missing: 'fc2.bias'"),
+        (add, "1 unexpected key: 'fc3.bias'"),
         (reshape, "'fc2.bias' has shape [4] in the file, [3] in the model"),
         (widen, "'fc2.bias' is float64 in the file, float32 in the model"),
     ],
@@ -163,7 +163,7 @@ def test_a_wider_dtype_is_exact_and_said(tmp_path: Path) -> None:
     folder = changed(copied(tmp_path, "clean-safetensors"), halve)
     report = verify_reload(folder, model=f"{MODELS}:two_layer")
     assert report.status == 0
-    assert "4 held in another dtype" in text_of(report, Subject.NAMES, Outcome.PROVEN)
+    assert "4 kept in another dtype" in text_of(report, Subject.NAMES, Outcome.PROVEN)
     narrow = verify_reload(copied(tmp_path / "other", "clean-safetensors"), model=f"{MODELS}:half")
     assert narrow.status == 1
     assert "is float32 in the file, float16 in the model" in text_of(
@@ -347,14 +347,14 @@ def test_a_file_that_changes_meanwhile_is_no_proof(tmp_path: Path) -> None:
     def replaced(count: int) -> None:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
 
-    with pytest.raises(ChangedError, match="changed while it was verified"):
+    with pytest.raises(ChangedError, match="changed during verification"):
         verify_reload(folder, progress=replaced)
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("nothing", "write module:factory"),
+        ("nothing", "expected module:factory"),
         ("no_such_module_at_all:build", "ModuleNotFoundError"),
         (f"{MODELS}:none_such", "AttributeError"),
         (f"{MODELS}:Path.cwd.__name__", "a str, not a function"),
@@ -376,19 +376,19 @@ def test_the_factorys_own_inputs_must_suit_its_model(tmp_path: Path) -> None:
 def test_without_inputs_the_outputs_are_not_exercised(tmp_path: Path) -> None:
     report = verify_reload(copied(tmp_path, "clean-safetensors"), model=f"{MODELS}:two_layer_alone")
     assert report.status == 0
-    assert "let it return (model, inputs)" in text_of(
+    assert "make it return (model, inputs)" in text_of(
         report, Subject.OUTPUTS, Outcome.NOT_EXERCISED
     )
 
 
 def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:
     folder = copied(tmp_path, "clean-teacher-student")
-    with pytest.raises(UsageError, match=r"2 models of the checkpoint fit .*model_1.safetensors"):
+    with pytest.raises(UsageError, match=r"2 models of the checkpoint match .*model_1.safetensors"):
         verify_reload(folder, model=f"{MODELS}:two_layer")
     assert verify_reload(folder / "model_1.safetensors", model=f"{MODELS}:two_layer").status == 0
-    with pytest.raises(UsageError, match="no model of the checkpoint fits Tied"):
+    with pytest.raises(UsageError, match="no model of the checkpoint matches Tied"):
         verify_reload(folder, model=f"{MODELS}:tied")
-    with pytest.raises(UsageError, match="maps one model, here are 2"):
+    with pytest.raises(UsageError, match="maps one model, but there are 2"):
         verify_reload(folder, device_map={"": "cpu"})
 
 
@@ -404,7 +404,7 @@ def test_random_numbers_are_the_same_in_every_run_and_the_processs_own_stay(
 
 
 def test_limits_are_for_maps_that_are_made(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="max_memory limits a map that is made"):
+    with pytest.raises(UsageError, match="max_memory limits a map that accelerate infers"):
         verify_reload(
             copied(tmp_path, "clean-safetensors"), device_map={"": 0}, max_memory={0: "1GiB"}
         )

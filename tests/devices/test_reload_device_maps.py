@@ -31,7 +31,7 @@ def test_a_map_is_a_word_a_mapping_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "automatic", "no-such.json", '{"a": 0}'])
 def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="neither a JSON file nor one of auto, balanced"):
+    with pytest.raises(UsageError, match="expected a JSON file or one of auto, balanced"):
         read_device_map(text)
 
 

@@ -82,7 +82,7 @@ def test_a_file_of_two_dtypes_is_loaded_as_its_config_says(tmp_path: Path) -> No
     edit_config(folder, dtype="float32")
     report = verify_reload(folder)
     assert report.status == 0, str(report)
-    assert "62 converted to a wider dtype, the others equal in every byte" in text_of(
+    assert "62 converted to a wider dtype, the rest equal in every byte" in text_of(
         report, Subject.PLACEMENT, Outcome.PROVEN
     )
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN]

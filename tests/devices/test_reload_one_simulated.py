@@ -37,7 +37,7 @@ def test_the_device_and_a_split_with_the_host_are_proven(
         "split over 0, cpu == cuda:0 alone: 2 runs, equal in every bit",
     ]
     assert texts(report, Subject.PEER_PROBE, Outcome.NOT_EXERCISED) == [
-        "copies between accelerators: this machine has one"
+        "copies between accelerators: this machine has only one"
     ]
     assert report.pairs == ()
     assert verify_reload(tmp_path / "model", repeats=1, require_transfer_proof=True).status == 1

@@ -31,7 +31,7 @@ def test_an_output_without_a_tensor_proves_nothing(tmp_path: Path) -> None:
     report = verify_reload(folder, model=lambda: (models.Empty(), eights()))
     assert report.status == 0, str(report)
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.NOT_EXERCISED]
-    assert "holds no tensor with an element" in text_of(
+    assert "returns no tensor with elements" in text_of(
         report, Subject.OUTPUTS, Outcome.NOT_EXERCISED
     )
 

@@ -141,7 +141,7 @@ REFUSED = {
         None,
         (
             "has shape [97, 32] in the file, [101, 32] in the model",
-            "from_pretrained refuses the checkpoint: 2 tensors",
+            "shape mismatch with config.json in 2 tensors",
         ),
     ),
     "a tensor of another shape": Refused(
@@ -155,8 +155,8 @@ REFUSED = {
         {},
         without(f"{EXPERTS}.1."),
         (
-            "has shape [3, 32, 48] merged from the file, [4, 32, 48]",
-            f"the file has no '{EXPERTS}.1.w1.weight'",
+            "has shape [3, 32, 48] when merged from the file, [4, 32, 48]",
+            f"the file lacks '{EXPERTS}.1.w1.weight'",
         ),
     ),
     "a weight of an expert missing": Refused(
@@ -165,7 +165,7 @@ REFUSED = {
         without(f"{EXPERTS}.1.w1"),
         (
             "'model.layers.0.mlp.experts.gate_up_proj' do not fit together",
-            f"no '{EXPERTS}.1.w1.weight'",
+            f"the file lacks '{EXPERTS}.1.w1.weight'",
         ),
     ),
     "an expert of another shape": Refused(
@@ -178,7 +178,7 @@ REFUSED = {
         mixtral,
         {"num_local_experts": 8},
         None,
-        ("has shape [4, 32, 48] merged from the file, [8, 32, 48]",),
+        ("has shape [4, 32, 48] when merged from the file, [8, 32, 48]",),
     ),
 }
 
@@ -292,7 +292,7 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     saved(folder, qwen2())
     report = verify_reload(folder)
     assert report.status == 0, "it is this host that is too small"
-    assert "1.0 KiB of memory free" in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
+    assert "1.0 KiB of free memory" in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +311,13 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
             qwen2,
             {},
             lambda state: {**state, "model.extra.weight": torch.ones(3)},
-            "1 unexpected name: 'model.extra.weight'; from_pretrained leaves out",
+            "1 unexpected key: 'model.extra.weight'; from_pretrained ignores them",
         ),
         (
             qwen2,
             {},
             lambda state: {f"module.{name}": value for name, value in state.items()},
-            "begins with 'module.', and none in the model does",
+            "begins with 'module.', but no key of the model does",
         ),
         (
             mixtral,
@@ -338,16 +338,13 @@ def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
                 name.replace(f"{EXPERTS}.3.", f"{EXPERTS}.4."): value
                 for name, value in state.items()
             },
-            (
-                "from_pretrained closes the gap, so that later ones move up, and says nothing; the "
-                "file has no"
-            ),
+            ("from_pretrained silently closes the gap, so later tensors move up; the file lacks"),
         ),
         (
             bert,
             {},
             lambda state: {**state, "bert.embeddings.LayerNorm.gamma": torch.full((WIDTH,), 2.0)},
-            "both go to 'bert.embeddings.LayerNorm.weight': from_pretrained drops one of them",
+            "both map to 'bert.embeddings.LayerNorm.weight': from_pretrained silently drops one of them",
         ),
     ],
     ids=[
@@ -419,8 +416,8 @@ def test_merged_experts_are_said_to_be_merged_and_are_no_failure(tmp_path: Path)
     report = verify_reload(saved(tmp_path / "model", mixtral()))
     assert report.status == 0, str(report)
     says = text_of(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
-    assert "24 tensors of the file" in says
-    assert "are merged or cut by the loader (into 4 places of the model)" in says
+    assert "the loader merges or splits 24 tensors of the file" in says
+    assert "into 4 tensors of the model" in says
 
 
 def test_tensors_that_were_only_renamed_are_proven_byte_by_byte(tmp_path: Path) -> None:
@@ -446,7 +443,7 @@ def test_what_a_class_ignores_by_design_is_said_and_no_failure(tmp_path: Path) -
     change(folder, lambda state: {**state, "bert.embeddings.position_ids": torch.arange(512)[None]})
     report = verify_reload(folder)
     assert report.status == 0, str(report)
-    assert "from_pretrained leaves them out without a warning" in text_of(
+    assert "from_pretrained ignores the values without a warning" in text_of(
         report, Subject.PLACEMENT, Outcome.NOT_EXERCISED
     )
 
@@ -460,7 +457,7 @@ def test_a_tower_without_inputs_and_what_every_build_leaves_out_are_listed(tmp_p
     says = text_of(report, Subject.BEYOND, Outcome.NOT_EXERCISED)
     assert "no input reached: 'model.multi_modal_projector', 'model.vision_tower'" in says
     assert "attn_implementation='eager'; config.json asks for 'x/kernels'" in says
-    assert "filled on the CPU and then dispatched" in says
+    assert "fills the model on the CPU and then dispatches it" in says
     assert "adapter_config.json" in says
 
 

@@ -92,8 +92,8 @@ def test_a_healthy_split_is_exact(simulator: Simulator, folder: Path) -> None:
     proven = proofs(report, Outcome.PROVEN)
     assert (
         proven[Subject.SPLIT]
-        == "direct split over 0, 1, 2 == staged split: 4 runs each of 7 copies between "
-        "accelerators, equal in every bit"
+        == "direct split over 0, 1, 2 == staged split: 4 runs with 7 copies between "
+        "accelerators each, equal in every bit"
     )
     assert proven[Subject.OUTPUTS] == "split over 0, 1, 2 == cuda:0 alone: equal in every bit"
     assert {facts.outcome for facts in report.pairs} == {Outcome.PROVEN}
@@ -132,7 +132,7 @@ def test_every_fault_is_caught_and_its_pair_named(
         "staged is right"
     )
     assert alone(report) == {(0, 1)}
-    assert "wrong with this pair alone copying directly: 0 -> 1" in failed[Subject.SPLIT]
+    assert "wrong when only this pair copies directly: 0 -> 1" in failed[Subject.SPLIT]
     assert {facts.pair for facts in report.pairs if facts.outcome is Outcome.FAILED} == {(0, 1)}
 
 
@@ -187,7 +187,7 @@ def test_a_pair_that_hangs_is_never_tried(
     report = verified(folder)
     assert report.status == 1
     assert "0 -> 1 hang" in proofs(report, Outcome.FAILED)[Subject.PEER_PROBE]
-    assert "copies 0 -> 1 do not end" in proofs(report, Outcome.NOT_EXERCISED)[Subject.SPLIT]
+    assert "copies 0 -> 1 hang in the probe" in proofs(report, Outcome.NOT_EXERCISED)[Subject.SPLIT]
     assert Subject.OUTPUTS in proofs(report, Outcome.PROVEN), "staged copies never use the pair"
 
 
@@ -198,7 +198,7 @@ def test_what_the_probe_could_not_decide_is_not_exercised(
     report = verified(folder)
     assert report.status == 0
     assert (
-        "2 -> 1: the probe could not decide"
+        "2 -> 1: the probe was inconclusive"
         in proofs(report, Outcome.NOT_EXERCISED)[Subject.PEER_PROBE]
     )
     assert [facts.pair for facts in report.pairs if facts.outcome is Outcome.NOT_EXERCISED] == [
@@ -230,7 +230,7 @@ def test_tensors_on_another_device_than_the_map_says_are_found(
     assert report.status == 1
     says = proofs(report, Outcome.FAILED)[Subject.PLACEMENT]
     assert (
-        "12 of 76 tensors differ: 'layers.2.before.weight': it should be on device 1, and is on "
+        "12 of 76 tensors differ: 'layers.2.before.weight': expected on device 1, found on "
         "cuda:2" in says
     )
 
@@ -244,8 +244,10 @@ def test_a_device_without_room_fails_and_leaves_an_answer(
     monkeypatch.setattr(dispatching, "dispatch_model", full)
     report = verified(folder)
     assert report.status == 1
-    assert "does not get onto 0, 1, 2" in proofs(report, Outcome.FAILED)[Subject.PLACEMENT]
-    assert report.next_steps[0] == "free memory on that device, or give it less: --max-memory"
+    assert "cannot be placed on 0, 1, 2" in proofs(report, Outcome.FAILED)[Subject.PLACEMENT]
+    assert (
+        report.next_steps[0] == "free memory on that device, or assign less to it with --max-memory"
+    )
 
 
 def test_tied_weights_that_a_map_splits_are_refused(simulator: Simulator, tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_tied_weights_that_a_map_splits_are_refused(simulator: Simulator, tmp_pa
         "'embed.weight' is on 0, 'lm_head.weight' on 2"
         in proofs(report, Outcome.FAILED)[Subject.TIES]
     )
-    assert "the map is refused" in proofs(report, Outcome.NOT_EXERCISED)[Subject.PLACEMENT]
+    assert "the map is not usable" in proofs(report, Outcome.NOT_EXERCISED)[Subject.PLACEMENT]
     assert (
         verified(folder, model=TIED, device_map={"embed": 0, "mixer": 1, "lm_head": 0}).status == 0
     )

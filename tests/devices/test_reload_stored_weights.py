@@ -150,7 +150,7 @@ def test_a_folder_offers_its_models_or_else_any_state_dict(tmp_path: Path) -> No
     for path in folder.iterdir():
         if path.suffix == ".safetensors":
             path.unlink()
-    with pytest.raises(UsageError, match=r"no weights of a model; next: ckptfix check"):
+    with pytest.raises(UsageError, match=r"has no model weights; next: ckptfix check"):
         find_weights(folder)
 
 

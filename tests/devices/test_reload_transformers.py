@@ -111,11 +111,11 @@ def test_a_shape_that_differs_from_the_config_fails(tmp_path: Path) -> None:
     [
         ({"architectures": ["os.system"]}, "not a model class of transformers"),
         ({"architectures": ["AutoConfig"]}, "not a model class of transformers"),
-        ({"architectures": None}, "names no single architecture"),
-        ({"architectures": [1]}, "names no single architecture"),
+        ({"architectures": None}, "does not name exactly one architecture"),
+        ({"architectures": [1]}, "does not name exactly one architecture"),
         (
             {"architectures": None, "transformers_version": None, "model_type": "mine"},
-            "no class of transformers",
+            "no transformers class",
         ),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
         (

@@ -96,18 +96,18 @@ def test_lazy_layers_that_the_file_has_not_are_missing(folder: Path) -> None:
     save_file({name: value for name, value in load_file(path).items() if "last" not in name}, path)
     report = verify_reload(folder, model=returning(models.Lazy()))
     assert report.status == 1
-    assert "2 names of the model missing" in text_of(report, Subject.NAMES, Outcome.FAILED)
+    assert "2 keys of the model missing" in text_of(report, Subject.NAMES, Outcome.FAILED)
 
 
 def test_an_extra_state_that_is_no_tensor_costs_the_disk_only(folder: Path) -> None:
     report = verify_reload(folder, model=returning(models.Remembering()))
     assert report.status == 0, str(report)
-    assert "the model does not get onto disk: " in text_of(
+    assert "the model cannot be placed on disk: " in text_of(
         report, Subject.PLACEMENT, Outcome.NOT_EXERCISED
     )
     report = verify_reload(folder, model=returning(models.Remembering()), device_map={"": "disk"})
     assert report.status == 1
-    assert "the model does not get onto disk: " in text_of(
+    assert "the model cannot be placed on disk: " in text_of(
         report, Subject.PLACEMENT, Outcome.FAILED
     )
 
@@ -144,7 +144,7 @@ def test_a_model_of_which_accelerate_makes_no_map_failed(
     monkeypatch.setattr(planning, "map_model", refuses)
     report = verify_reload(folder, max_memory={"cpu": 100}, model=returning(Head()))
     assert report.status == 1
-    assert "accelerate makes no map for Head: KeyError" in text_of(
+    assert "accelerate cannot infer a map for Head: KeyError" in text_of(
         report, Subject.DEVICE_MAP, Outcome.FAILED
     )
 

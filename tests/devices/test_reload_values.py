@@ -56,8 +56,8 @@ def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(
     )
     assert (
         text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-        == "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0; "
-        "NaN is first in the output of 'first' (Linear)"
+        == "the output on cpu alone contains NaN: 16 of 16 numbers in output, the first at index 0; "
+        "NaN first appears in the output of 'first' (Linear)"
     )
     assert report.verdict == "the reload is not proven: 2 failed lines (values, outputs)"
     (step,) = report.next_steps
@@ -85,7 +85,7 @@ def test_a_nan_in_a_torch_file_fails(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     report = reloaded(tmp_path)
     assert "'last.bias' (F32 [8]) holds 1 NaN" in text_of(report, Subject.VALUES, Outcome.FAILED)
-    assert "first in the output of 'last' (Linear)" in text_of(
+    assert "first appears in the output of 'last' (Linear)" in text_of(
         report, Subject.OUTPUTS, Outcome.FAILED
     )
 
@@ -106,8 +106,8 @@ def test_a_nan_that_the_output_does_not_show_fails_as_a_weight_and_is_traced(
     assert not text_of(report, Subject.OUTPUTS, Outcome.FAILED)
     assert (
         text_of(report, Subject.OUTPUTS, Outcome.NOTE)
-        == "the output of cpu alone holds no NaN, although a weight does; NaN is first in the "
-        "output of 'first' (Linear)"
+        == "the output on cpu alone contains no NaN, although a weight does; NaN first appears in "
+        "the output of 'first' (Linear)"
     )
 
 
@@ -124,10 +124,10 @@ def test_a_nan_that_the_model_computes_names_the_module_that_is_given_it(tmp_pat
     assert outcomes(report, Subject.VALUES) == [Outcome.PROVEN]
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
     assert text.endswith(
-        "NaN is first in the output of 'last' (Linear), and its input holds NaN, too"
+        "NaN first appears in the output of 'last' (Linear), whose input already contains NaN"
     )
     (step,) = report.next_steps
-    assert step.startswith("no weight holds NaN, so the computation makes it")
+    assert step.startswith("no weight contains NaN, so the computation produces it")
 
 
 class Ending(Head):
@@ -141,14 +141,14 @@ def test_a_nan_behind_all_modules_names_the_model(tmp_path: Path) -> None:
     report = reloaded(save_model(tmp_path / "c", Ending()), Ending)
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
     assert "1 of 1 number in output['loss'], the first at index 0" in text
-    assert text.endswith("NaN is first in the output of Ending itself")
+    assert text.endswith("NaN first appears in the output of Ending itself")
 
 
 def test_a_nan_in_the_input_is_not_laid_at_a_weight(tmp_path: Path) -> None:
     inputs = eights()
     inputs[0, 0] = NAN
     report = reloaded(save_model(tmp_path / "c", Head()), inputs=inputs)
-    assert "'first' (Linear), and its input holds NaN, too" in text_of(
+    assert "'first' (Linear), whose input already contains NaN" in text_of(
         report, Subject.OUTPUTS, Outcome.FAILED
     )
 
@@ -165,10 +165,12 @@ class Refusing(Head):
 def test_a_model_that_raises_for_nan_names_the_module_before_it(tmp_path: Path) -> None:
     report = reloaded(saved(tmp_path / "c", one_nan, Refusing), Refusing)
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text.endswith("ValueError: no number; NaN is first in the output of 'first' (Linear)")
+    assert text.endswith(
+        "ValueError: no number; NaN first appears in the output of 'first' (Linear)"
+    )
     assert len(report.next_steps) == 1
     sound = reloaded(save_model(tmp_path / "sound", Head()), inputs=torch.ones(1, 5))
-    assert sound.next_steps == ("let the factory return inputs that the model takes",)
+    assert sound.next_steps == ("make the factory return inputs that the model accepts",)
 
 
 class Unwatched(Head):
@@ -183,7 +185,7 @@ def test_a_model_that_cannot_be_watched_fails_without_a_module(tmp_path: Path) -
     text = text_of(report, Subject.OUTPUTS, Outcome.FAILED)
     assert (
         text
-        == "the output of cpu alone holds NaN: 16 of 16 numbers in output, the first at index 0"
+        == "the output on cpu alone contains NaN: 16 of 16 numbers in output, the first at index 0"
     )
 
 
@@ -211,7 +213,8 @@ def test_inf_in_a_mask_and_in_the_output_of_one_device_are_notes(tmp_path: Path)
     assert text_of(report, Subject.VALUES, Outcome.PROVEN) == "values: read in 5 tensors"
     note = text_of(report, Subject.OUTPUTS, Outcome.NOTE)
     assert (
-        note == "the output of cpu alone holds Inf: 4 of 16 numbers in output, the first at index 6"
+        note
+        == "the output on cpu alone contains Inf: 4 of 16 numbers in output, the first at index 6"
     )
     assert outcomes(report, Subject.OUTPUTS).count(Outcome.PROVEN) == 1, "the split has the same"
     assert report.next_steps == ()
@@ -242,7 +245,7 @@ def test_other_nan_or_inf_at_one_index_is_never_within_a_tolerance(
     one[2], other[2] = left, right
     assert not deviation({"a": one}, {"a": other}).is_within
     assert not deviation({"a": other}, {"a": one}).is_within
-    assert "a NaN, an Inf" in str(deviation({"a": one}, {"a": other}))
+    assert "a shape, NaN, Inf" in str(deviation({"a": one}, {"a": other}))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -289,9 +292,9 @@ def test_a_nan_of_the_split_alone_names_its_module(tmp_path: Path) -> None:
     assert report.status == 1
     assert (
         text_of(report, Subject.OUTPUTS, Outcome.FAILED)
-        == "1 of 1 run of the split over disk differs from cpu alone by more than other kernels "
-        "explain: a shape, a NaN, an Inf or a whole number differs; NaN is first in the output "
-        "of 'last' (Linear), and its input holds NaN, too"
+        == "1 of 1 run of the split over disk differs from cpu alone by more than different "
+        "kernels explain: a shape, NaN, Inf or integer differs; NaN first appears in the output "
+        "of 'last' (Linear), whose input already contains NaN"
     )
     assert report.next_steps == ("load the model onto one device, or try another --device-map",)
 
@@ -319,7 +322,7 @@ def test_the_values_are_told_as_verify_data_tells_them(tmp_path: Path, case: str
     assert [*failed, *notes] == [f"{one.code}: {one}" for one in told.values]
     assert bool(failed) is bool(status)
     if case == "sound":
-        words = "values: no NaN, no Inf and no matrix of zeros in 4 tensors"
+        words = "values: no NaN, no Inf and no all-zero matrix in 4 tensors"
         assert text_of(report, Subject.VALUES, Outcome.PROVEN) == words
 
 
@@ -335,7 +338,7 @@ def test_a_lora_that_was_never_trained_fails_as_verify_data_says(tmp_path: Path)
     assert [one.code for one in told.values] == ["untrained-lora"]
     assert text_of(report, Subject.VALUES, Outcome.FAILED) == f"untrained-lora: {told.values[0]}"
     assert report.next_steps == (
-        "check that the optimizer gets the parameters of the LoRA, then train and save again",
+        "check that the optimizer gets the LoRA parameters, then train and save again",
     )
 
 
@@ -372,7 +375,7 @@ def test_a_transformer_of_config_json_with_a_nan_names_its_module(tmp_path: Path
     save_file(state, str(path), metadata={"format": "pt"})
     report = verify_reload(tmp_path)
     assert report.status == 1
-    assert "NaN is first in the output of 'model.layers.1.mlp.up_proj' (Linear)" in text_of(
+    assert "NaN first appears in the output of 'model.layers.1.mlp.up_proj' (Linear)" in text_of(
         report, Subject.OUTPUTS, Outcome.FAILED
     )
 

@@ -69,7 +69,7 @@ def test_what_a_model_raises_on_wrong_bytes_is_a_transfer_fault(
     assert report.status == 1
     says = texts(report, Subject.SPLIT, Outcome.FAILED)
     assert f"transfer fault: direct run 1 raised {error}" in says
-    assert "3 of 3 runs wrong; wrong with this pair alone copying directly: 0 -> 1" in says
+    assert "3 of 3 runs wrong; wrong when only this pair copies directly: 0 -> 1" in says
     assert texts(report, Subject.PLACEMENT, Outcome.FAILED) == ""
     assert texts(report, Subject.OUTPUTS, Outcome.PROVEN).endswith("equal in every bit"), (
         "staged is right"
@@ -102,7 +102,7 @@ def test_what_only_later_runs_raise_leaves_the_comparison(
     report = verified(tmp_path, model)
     assert report.status == 1
     assert "3 of 3 runs with direct copies differ" in texts(report, Subject.SPLIT, Outcome.FAILED)
-    assert "does not get onto" not in str(report)
+    assert "cannot be placed on" not in str(report)
     assert [facts.pair for facts in report.pairs if facts.alone_wrong] == [(0, 1)]
 
 
@@ -130,7 +130,7 @@ def test_outputs_without_tensors_leave_the_split_unproven(
         == texts(report, Subject.OUTPUTS, Outcome.PROVEN)
         == ""
     )
-    assert "the model is not run" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
+    assert "the model was not run" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
     assert [one.subject for one in report.unproven_transfers] == [Subject.SPLIT]
 
 
@@ -140,7 +140,7 @@ def test_a_map_without_an_accelerator_exercises_no_transfer(
     report = verified(tmp_path, Head(), device_map={"": "cpu"})
     assert report.status == 1
     assert {one.subject for one in report.unproven_transfers} == {Subject.PLACEMENT}
-    assert "on one, but on cpu" in texts(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
+    assert "places the model only on cpu" in texts(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
 
 
 def test_a_map_with_one_accelerator_exercises_no_split(
@@ -148,7 +148,7 @@ def test_a_map_with_one_accelerator_exercises_no_split(
 ) -> None:
     report = verified(tmp_path, Head(), device_map={"": 1})
     assert [one.subject for one in report.unproven_transfers] == [Subject.SPLIT]
-    assert "on one accelerator, 1" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
+    assert "only one accelerator, 1" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
 
 
 def test_without_a_class_no_direct_run_is_compared(simulator: Simulator, tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_without_a_class_no_direct_run_is_compared(simulator: Simulator, tmp_pat
     report = verify_reload(folder, require_transfer_proof=True)
     assert report.status == 1
     assert [one.subject for one in report.unproven_transfers] == [Subject.SPLIT]
-    assert "no model is run" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
+    assert "no model was run" in texts(report, Subject.SPLIT, Outcome.NOT_EXERCISED)
 
 
 def test_a_misspelt_name_puts_nothing_on_its_device(simulator: Simulator, tmp_path: Path) -> None:
     report = verified(tmp_path, Head(), device_map={"frist": 1, "": 0})
     assert report.status == 1
-    assert "'frist': misspelt, moves nothing" in texts(
+    assert "'frist': not in Head (misspelled)" in texts(
         report, Subject.DEVICE_MAP, Outcome.NOT_EXERCISED
     )
     assert texts(report, Subject.OUTPUTS, Outcome.PROVEN).startswith("split over 0 == cuda:0 alone")
@@ -262,7 +262,7 @@ def test_tensors_that_a_loader_merges_are_compared_with_the_loaded_model(
     assert report.status == 1
     says = texts(report, Subject.PLACEMENT, Outcome.FAILED)
     assert f"'{hurt}': on " in says
-    assert "other bytes than in the loaded model" in says
+    assert "bytes differ from the loaded model" in says
 
 
 def test_a_disk_without_room_leaves_the_map_unproven(
@@ -287,8 +287,8 @@ def test_a_nan_in_a_weight_names_the_module_on_the_devices_of_a_split(
     assert report.status == 1
     assert "holds 1 NaN" in texts(report, Subject.VALUES, Outcome.FAILED)
     text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
-    assert text.startswith("the output of cuda:0 alone holds NaN: 2 of 16 numbers in output")
-    assert text.endswith("NaN is first in the output of 'last' (Linear)")
+    assert text.startswith("the output on cuda:0 alone contains NaN: 2 of 16 numbers in output")
+    assert text.endswith("NaN first appears in the output of 'last' (Linear)")
     assert texts(report, Subject.SPLIT, Outcome.PROVEN), "the copies deliver the same NaN"
     assert report.ran == 3
 
@@ -298,10 +298,10 @@ def test_a_nan_of_the_split_alone_names_its_module(simulator: Simulator, tmp_pat
     assert report.status == 1
     text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
     assert text.startswith(
-        "the split over 0, 1 differs from cuda:0 alone by more than other kernels explain"
+        "the split over 0, 1 differs from cuda:0 alone by more than different kernels explain"
     )
     assert text.endswith(
-        "NaN is first in the output of 'last' (Linear), and its input holds NaN, too"
+        "NaN first appears in the output of 'last' (Linear), whose input already contains NaN"
     )
 
 
@@ -315,5 +315,5 @@ def test_a_transfer_fault_ends_with_the_probe_and_the_way_around_it(
     assert "split" in report.verdict
     (step,) = report.next_steps
     assert step.startswith(
-        "ckptfix doctor --peer-copies; until the copies are right: dispatch_model("
+        "ckptfix doctor --peer-copies; until the copies are correct: dispatch_model("
     )

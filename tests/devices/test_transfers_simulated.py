@@ -105,7 +105,7 @@ def test_auto_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "cached_report", lambda: known)
     unproven(monkeypatch, (0, 1), (1, 2))
     with pytest.warns(
-        UserWarning, match=r"\(0 -> 1 zeros, 1 -> 2 unusable\): .* nothing makes that safe"
+        UserWarning, match=r"\(0 -> 1 zeros, 1 -> 2 unusable\): .* staging cannot make it safe"
     ):
         release(acquire("auto", holder="a test"))
 
@@ -175,13 +175,15 @@ def test_the_environment_says_what_auto_means(
 
 def test_words_that_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        pytest.raises(UsageError, match="'sometimes': use 'auto', 'always' or 'never'"),
+        pytest.raises(UsageError, match="'sometimes': expected 'auto', 'always' or 'never'"),
         safe_transfers("sometimes"),
     ):
         pass
     monkeypatch.setenv("CKPTFIX_SAFE_TRANSFERS", "yes")
     with (
-        pytest.raises(UsageError, match="CKPTFIX_SAFE_TRANSFERS='yes': use auto, always or never"),
+        pytest.raises(
+            UsageError, match="CKPTFIX_SAFE_TRANSFERS='yes': expected auto, always or never"
+        ),
         safe_transfers(),
     ):
         pass

@@ -50,7 +50,7 @@ def test_an_adapter_on_a_merged_model_is_not_judged_and_its_values_are_read(merg
     assert any("lora_" in name for name, _ in loaded.named_parameters())
     report = check(merged)
     assert report.status == 0
-    assert any("from_pretrained puts that adapter" in words for words in report.not_checked)
+    assert any("from_pretrained adds that adapter" in words for words in report.not_checked)
     tensors = load_file(merged / WEIGHTS)
     assert verify(merged, data=True).status == 0
     next(iter(tensors.values())).view(-1)[0] = torch.nan

@@ -303,7 +303,7 @@ def test_an_adapter_whose_config_does_not_say_its_type_is_told(
     assert (finding.code, finding.severity.value) == ("incomplete-checkpoint", "warning")
     assert (
         str(finding)
-        == "adapter_config.json: without a 'peft_type' of PEFT, so PeftModel.from_pretrained fails"
+        == "adapter_config.json: no 'peft_type' that PEFT knows, so PeftModel.from_pretrained fails"
     )
     # Adapters of another library have such a config, and weights of another name.
     (root / "adapter_model.safetensors").rename(root / "pytorch_adapter.safetensors")

@@ -111,7 +111,7 @@ def test_the_newest_checkpoint_without_weights_is_an_interrupted_save(
     assert (one["bare"], one["newest"]) == (True, f"{family}10")
     status, out, _ = said("check", bare)
     assert status == 1
-    assert f"{bare}: 1 warning (no files of a checkpoint)\n" in out
+    assert f"{bare}: 1 warning (no checkpoint files)\n" in out
     assert (
         "interrupted-save: this checkpoint has no weights: its save was interrupted before it"
         in out
@@ -244,7 +244,7 @@ def test_a_first_save_that_was_killed_is_named(tmp_path: Path, said: Said) -> No
     assert len(by_path) == 1  # two of one name
     assert last["resume"][1] == {
         "run": str(tmp_path / "b"), "checkpoint": None,
-        "problem": "checkpoint-5: no weights of a model", "passed_over": ["checkpoint-5"],
+        "problem": "checkpoint-5: no model weights", "passed_over": ["checkpoint-5"],
     }  # fmt: skip
     assert said("check", bare)[0] == 1
 
@@ -266,7 +266,7 @@ def test_folders_of_pictures_and_of_finished_models_are_none(
     by_name, last = documents(said, "check", "-r", tmp_path, status=0)
     assert sorted(by_name) == [f"{family}5", "unet"]
     assert last["summary"] == {"checkpoints": 3, "clean": 3}
-    with pytest.raises(UsageError, match=r"holds no file of a checkpoint: only 'sample\.png'"):
+    with pytest.raises(UsageError, match=r"has no checkpoint files: only 'sample\.png'"):
         check(pictures)
     leave(tmp_path / "logs" / f"{family}7")
     assert "logs" not in said("check", "-r", tmp_path)[1]
@@ -338,7 +338,7 @@ def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
     """Rank 1 writes its own while rank 0 still writes the weights; or its node has a disk of its
     own.
     """
-    words = "weights: only states of ranks are here, as on a node whose disk is its own"
+    words = "weights: only per-rank states are here, as on a node that saves to its own disk"
     for number in (5, 10, 15):
         root = make_of_trainer(tmp_path / f"checkpoint-{number}")
         for path in root.iterdir():
@@ -348,7 +348,7 @@ def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
         assert (report.status, words in report.not_checked) == (0, True)
     by_name, last = documents(said, "check", "-r", tmp_path, status=0)
     assert last["summary"] == {"checkpoints": 3, "not resumable": 3}
-    assert {one["not_resumable"] for one in by_name.values()} == {"no weights of a model"}
+    assert {one["not_resumable"] for one in by_name.values()} == {"no model weights"}
     shutil.rmtree(tmp_path / "checkpoint-5")
     save(tmp_path / "checkpoint-5")
     by_name, _ = documents(said, "check", "-r", tmp_path, status=1)
@@ -409,7 +409,7 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
     assert answers(out) == [
         f"resume from {tmp_path}/a/checkpoints/checkpoint_0, the newest complete one",
         (
-            f"resume from {tmp_path}/b/checkpoint_3, the newest one that a load takes, but check found "
+            f"resume from {tmp_path}/b/checkpoint_3, the newest one that a load accepts, but check found "
             "problems in it (see above)"
         ),
         (
@@ -430,7 +430,7 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {tmp_path}/checkpoint_3, the newest one that a load takes, but check found problems "
+        f"resume from {tmp_path}/checkpoint_3, the newest one that a load accepts, but check found problems "
         f"in it (see above); the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
@@ -494,8 +494,8 @@ def test_numbers_of_two_families_without_times_are_not_compared(tmp_path: Path, 
     for name in ("checkpoint_3", "step_4"):
         os.utime(save(tmp_path / name) / "random_states_0.pkl", (5, 5))
     assert answers(said("check", "-r", tmp_path)[1]) == [
-        f"{tmp_path}: no checkpoint to resume from: checkpoint_3 and step_4 are complete, and "
-        "their times do not say which is newer"
+        f"{tmp_path}: no checkpoint to resume from: checkpoint_3 and step_4 are complete, but "
+        "their times do not show which is newer"
     ]
 
 
@@ -594,7 +594,7 @@ def test_configs_alone_in_a_store(
     assert answers(said("check", "-r", url)[1]) == [
         f"resume from {url}/checkpoint-10, the newest complete one"
     ]
-    with pytest.warns(UserWarning, match="passed over checkpoint-15: no weights of a model"):
+    with pytest.warns(UserWarning, match="passed over checkpoint-15: no model weights"):
         assert ckptfix.latest_checkpoint(url) == f"{url}/checkpoint-10"
 
 
@@ -663,8 +663,8 @@ def test_undo_of_a_run_names_the_checkpoints_with_a_repair(
     assert status == 2
     assert (
         err
-        == f"ckptfix: {tmp_path}/run: there is no repair to undo in this folder itself, but below "
-        f"it; next: ckptfix undo {tmp_path}/run/checkpoint_1; ckptfix undo "
+        == f"ckptfix: {tmp_path}/run: there is no repair to undo in this folder, only in folders "
+        f"below it; next: ckptfix undo {tmp_path}/run/checkpoint_1; ckptfix undo "
         f"{tmp_path}/run/checkpoint_3\n"
     )
     for number in (1, 3):

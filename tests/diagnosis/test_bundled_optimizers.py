@@ -129,15 +129,15 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "moments of two shapes": (
         of_moments,
         (
-            "mismatched-moments: last.pt: optimizer: 'exp_avg_sq' of parameter 0 has shape [5, 6] "
-            "(expected [9, 6], as its 'exp_avg' has)"
+            "mismatched-moments: last.pt: optimizer: 'exp_avg_sq' of parameter 0 has shape [5, "
+            "6] (expected [9, 6], like its 'exp_avg')"
         ),
     ),
     "moments of a parameter in no group": (
         lambda state: state["param_groups"][0]["params"].pop(),
         (
-            "inconsistent-groups: last.pt: optimizer: it has moments of parameter 5, which no "
-            "param group has"
+            "inconsistent-groups: last.pt: optimizer: parameter 5 has moments but is in no param "
+            "group"
         ),
     ),
     "no betas": (
@@ -147,7 +147,7 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no group": (
         lambda state: state["param_groups"].clear(),
         (
-            "unknown-state: last.pt: optimizer: it holds an optimizer with moments and no param "
+            "unknown-state: last.pt: optimizer: it holds an optimizer with moments but no param "
             "groups (expected an optimizer's state)"
         ),
     ),
@@ -233,9 +233,9 @@ def test_an_optimizer_of_another_model_next_to_several_models(tmp_path: Path) ->
         "which model each optimizer inside 'gan.pt' trains: the file has several"
     ]
     assert found(path, {**models, "opt_G": states[2], "opt_D": states[1]}) == [
-        "unsaved-parameters: gan.pt: opt_G: does not fit the weights (expected the parameters of "
-        "10 tensors of shapes [1], [1, 7], [3] and 7 more; found 6 parameters of shapes [2], [2, "
-        "6], [5] and 3 more)"
+        "unsaved-parameters: gan.pt: opt_G: does not match the weights (expected parameters for "
+        "10 weight tensors of shapes [1], [1, 7], [3] and 7 more; found 6 parameters of shapes "
+        "[2], [2, 6], [5] and 3 more)"
     ]
     # Exchanged optimizers fit the models of the file.
     assert found(path, {**models, "opt_G": states[1], "opt_D": states[0]}) == []
@@ -248,8 +248,8 @@ def test_a_module_without_weights_in_the_file_is_told(tmp_path: Path) -> None:
     state = trained(model, optimizer)
     path = tmp_path / "last.pt"
     assert found(path, {"model": model.state_dict(), "optimizer": state}) == [
-        "unsaved-parameters: last.pt: optimizer: it has moments of shapes [2], [2, 7, 9], and no "
-        "weights have such a shape (6 parameters in the optimizer, 4 tensors of weights)"
+        "unsaved-parameters: last.pt: optimizer: moments of shapes [2], [2, 7, 9], which no "
+        "weights have (6 parameters in the optimizer, 4 weight tensors)"
     ]
     trained_alone = {
         "shadow": {f"module.{name}": value.detach() for name, value in model.named_parameters()}
@@ -258,7 +258,7 @@ def test_a_module_without_weights_in_the_file_is_told(tmp_path: Path) -> None:
         len(found(path, {"model": model.state_dict(), "optimizer": state, "ema": trained_alone}))
         == 1
     )
-    assert "save the state_dict() of that module, too" in check(path).findings[0].advice
+    assert "also save the state_dict() of that module" in check(path).findings[0].advice
     for bundle in ({"loss": loss.state_dict()}, {"tensors": [loss.weight, loss.bias]}):
         assert found(path, {"model": model.state_dict(), "optimizer": state, **bundle}) == []
 
@@ -354,8 +354,8 @@ def test_flat_moments_and_files_without_a_model_are_not_compared(tmp_path: Path)
     assert unchecked(tmp_path) == [
         "optimizers inside 'alone.pt: optimizer' against weights: the file has no weight matrices",
         (
-            "optimizers inside 'last.pt: optimizer' against weights: their moments are vectors, as "
-            "flattened ones are"
+            "optimizers inside 'last.pt: optimizer' against weights: their moments are vectors, "
+            "like flattened moments"
         ),
     ]
 
@@ -366,7 +366,7 @@ def test_optimizers_beyond_the_limit_are_listed(tmp_path: Path) -> None:
     bundle = {"model": model.state_dict(), "optimizers": [copy.deepcopy(state) for _ in range(66)]}
     torch.save(bundle, tmp_path / "last.pt")
     assert unchecked(tmp_path) == [
-        "optimizers inside 'last.pt': some are not of the form of torch's state_dict(), or more "
+        "optimizers inside 'last.pt': some differ from torch's state_dict(), or there are more "
         "than 64"
     ]
 

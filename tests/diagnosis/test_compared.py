@@ -341,7 +341,7 @@ def test_exchanged_custom_objects_are_told_once(tmp_path: Path) -> None:
     second.rename(first)
     (tmp_path / "first").rename(second)
     (finding,) = check(checkpoints[1]).findings
-    assert "exchanged with custom_checkpoint_1.pkl" in str(finding)
+    assert "swapped with custom_checkpoint_1.pkl" in str(finding)
 
 
 HISTORIES: dict[str, list[object]] = {

@@ -84,7 +84,7 @@ def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> No
     report = check(tmp_path / "node")
     assert report.status == 0
     assert (
-        "weights: only states of ranks are here, as on a node whose disk is its own"
+        "weights: only per-rank states are here, as on a node that saves to its own disk"
         in report.not_checked
     )
 
@@ -98,7 +98,7 @@ def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_p
     root = make(tmp_path / "a", "custom-object", without=["optimizer.bin"])
     assert seal(root, force=True).written
     assert incomplete(root) == []
-    assert any(words.startswith("optimizers: none is saved") for words in check(root).not_checked)
+    assert any(words.startswith("optimizers: none saved") for words in check(root).not_checked)
     ranks = make(tmp_path / "b", without=["random_states_0.pkl"])
     assert seal(ranks).written
     assert incomplete(ranks) == ["random_states_0.pkl is missing: random_states_1.pkl is there"]
@@ -111,7 +111,7 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     no_optimizer = check(make(tmp_path / "a", without=["optimizer.bin"]))
     assert no_optimizer.status == 0
     assert any(
-        words.startswith("optimizers: none is saved here; load_state fails")
+        words.startswith("optimizers: none saved; load_state fails")
         for words in no_optimizer.not_checked
     )
     others = ["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
@@ -119,8 +119,8 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     assert no_states.status == 0
     assert no_states.understood.problems == (
         (
-            "random states: none saved; load_state loads the rest, without the random generators "
-            "and the step"
+            "random states: none saved; load_state restores everything else, but not the random "
+            "generators and the step"
         ),
     )
     assert not any(words.startswith("random states") for words in no_states.not_checked)
@@ -388,7 +388,7 @@ def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
     assert str(gap).startswith(
         "rng_state_0.pth, rng_state_1.pth, rng_state_2.pth and 5 more are missing"
     )
-    assert "where each node saves to a disk of its own, ignore this" in gap.advice
+    assert "ignore this if each node saves to its own disk" in gap.advice
     for path in root.iterdir():
         if not path.name.startswith("rng_state"):
             path.unlink()
@@ -402,26 +402,26 @@ def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
         (
             ["scheduler.pt"],
             (
-                "the Trainer goes on with a new optimizer and learning rate, and says nothing; "
-                "copy it"
+                "the Trainer silently continues with a new optimizer and learning rate; copy it "
+                "again"
             ),
         ),
         (
             ["optimizer.pt"],
             (
-                "the Trainer goes on with a new optimizer and learning rate, and says nothing; "
-                "copy it"
+                "the Trainer silently continues with a new optimizer and learning rate; copy it "
+                "again"
             ),
         ),
         (
             ["rng_state_0.pth", "rng_state_1.pth"],
-            "the Trainer goes on with new random states, and says nothing;",
+            "the Trainer silently continues with new random states;",
         ),
         (
             ["trainer_state.json", "optimizer.pt", "scheduler.pt"],
             (
-                "the Trainer cannot resume without trainer_state.json, and without the others goes "
-                "on with a new optimizer and learning rate; copy them again, or"
+                "the Trainer cannot resume without trainer_state.json; without the other files, it "
+                "silently continues with a new optimizer and learning rate; copy them again, or"
             ),
         ),
     ],

@@ -150,9 +150,7 @@ def test_two_loaders_with_each_others_states_are_a_warning(at: int, tmp_path: Pa
         "it holds the state of a data loader with 1 worker (expected 0 workers, as in 2 "
         "checkpoints next to it)"
     )
-    assert told(folders[at]) == [
-        ("warning", f"{LOADER}: {words}; it was exchanged with {WITH_WORKER}")
-    ]
+    assert told(folders[at]) == [("warning", f"{LOADER}: {words}; swapped with {WITH_WORKER}")]
     assert [told(folder) for folder in folders if folder != folders[at]] == [[], []]
 
 

@@ -107,7 +107,7 @@ def chunk(offset: int, length: int) -> ChunkStorageMetadata:
         ([chunk(0, 2)], "10 of its 20 elements are in no chunk"),
         ([chunk(0, 2), chunk(1, 3)], "overlap"),
         ([chunk(0, 2), chunk(1, 1)], "overlap, and at least 6 of its 20 elements are in no chunk"),
-        ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "stored in no file"),
+        ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "is not stored in any file"),
     ],
 )
 def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path, chunks: list[Any], words: str) -> None:
@@ -129,13 +129,13 @@ def test_an_interrupted_save(tmp_path: Path) -> None:
     shutil.copyfile(own / ".metadata", own / ".metadata.tmp")
     finding = only_finding(folder)
     assert (finding.code, str(finding.path)) == ("interrupted-save", f"{MODEL}/.metadata.tmp")
-    assert "over an older one" in str(finding)
+    assert "a save over an older checkpoint was interrupted" in str(finding)
     (own / ".metadata").unlink()
-    assert "not put in its place" in str(only_finding(folder))
+    assert "is still named .metadata.tmp" in str(only_finding(folder))
     (own / ".metadata.tmp").unlink()
-    assert "is missing, next to 2 .distcp files of 2 ranks" in str(only_finding(folder))
+    assert "is missing (found 2 .distcp files of 2 ranks)" in str(only_finding(folder))
     (own / "__0_0.distcp").unlink()
-    assert "1 rank below the highest left none" in str(only_finding(folder))
+    assert "1 lower-numbered rank has none" in str(only_finding(folder))
     assert codes(own) == ["interrupted-save"]
     assert check(folder).status == 1
 
@@ -337,7 +337,7 @@ def test_a_double_with_a_file_of_somebody_is_not_dropped(tmp_path: Path) -> None
     folder = copy(tmp_path, "fsdp2-doubled")
     (folder / "pytorch_model_fsdp_1" / "README.md").write_text("mine")
     stays(
-        folder, "which its .metadata does not name", Policy(allow=frozenset({"identical-models"}))
+        folder, "which its .metadata does not list", Policy(allow=frozenset({"identical-models"}))
     )
 
 
@@ -370,7 +370,7 @@ def test_items_over_each_other_are_read_once(tmp_path: Path) -> None:
             stored[MetadataIndex(name)] = place
 
     change(folder / OPTIMIZER, edit)
-    assert any("over each other" in str(finding) for finding in check(folder).findings)
+    assert any("items overlap" in str(finding) for finding in check(folder).findings)
 
 
 def escape(content: Metadata) -> None:

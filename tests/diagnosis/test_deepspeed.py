@@ -116,8 +116,8 @@ def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
     (finding,) = check(saved).findings
     assert (
         str(finding)
-        == f"{SECOND_RANK} is missing: files of optimizer states of 1 ranks, 2 saved it; the first "
-        "rank without one is 1"
+        == f"{SECOND_RANK} is missing: 1 file of optimizer states (expected 2, one per rank); "
+        "first missing rank: 1"
     )
     assert "from the node that it ran on" in finding.advice
     assert codes(saved / "pytorch_model") == [("missing-rank", Path(SECOND_RANK).name)]
@@ -157,7 +157,8 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
         "zero_pp_rank_0_mp_rank_00_optim_states.pt",
     )
     assert str(finding).endswith(
-        "it is of ZeRO-3, and mp_rank_00_model_states.pt of ZeRO-1 or 2: two saves are mixed"
+        "it is from ZeRO-3, but mp_rank_00_model_states.pt is from ZeRO-1 or ZeRO-2: the files "
+        "come from two saves"
     )
 
 
@@ -167,8 +168,8 @@ def test_a_kind_that_is_not_read_is_not_damage(saved: Path) -> None:
     report = check(saved)
     assert report.findings == ()
     assert (
-        "pytorch_model/ (a DeepSpeed folder), as a whole: the model is cut into 1 files of layers, "
-        "for pipeline parallelism" in report.not_checked
+        "pytorch_model/ (a DeepSpeed folder), all ranks together: the model is split into 1 layer "
+        "file for pipeline parallelism" in report.not_checked
     )
 
 
@@ -205,7 +206,7 @@ def test_universal_checkpoints(universal: Path) -> None:
     (states / "exp_avg.pt").unlink()
     (finding,) = check(universal).findings
     assert str(finding.path) == "pytorch_model/zero/b.weight/exp_avg.pt"
-    assert "missing, although the states of other parameters are there" in str(finding)
+    assert "missing, although other parameters have this state" in str(finding)
     (universal / "pytorch_model" / "zero" / "optimizer_state.pt").unlink()
     (finding,) = check(universal).findings
     assert str(finding.path) == "pytorch_model/zero/optimizer_state.pt"
@@ -246,7 +247,7 @@ def test_the_folder_that_latest_names(tmp_path: Path) -> None:
         make_zero(
             tmp_path / f"global_step{step}", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2
         )
-    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint files"):
         check(tmp_path)
     (tmp_path / "latest").write_text("global_step10")
     assert [str(state.path) for state in check(tmp_path).deepspeed] == ["global_step10"]
@@ -509,24 +510,24 @@ OTHER_WEIGHTS = {
         "zero1-bf16",
         "mp_rank_00_model_states.pt",
         BACKWARDS,
-    ): "param_shapes of group 0 are in another order",
+    ): "param_shapes of group 0 differ in order or size",
     (
         "zero2",
         "mp_rank_00_model_states.pt",
         BACKWARDS,
-    ): "param_shapes of group 0 are in another order",
+    ): "param_shapes of group 0 differ in order or size",
     (
         "zero2-round-robin",
         "mp_rank_00_model_states.pt",
         BACKWARDS,
-    ): "param_shapes of group 0 are in another order",
-    ("zero3", OF_MODEL, BACKWARDS): "param_shapes are not those of zero_pp_rank_0",
-    ("zero3-groups", OF_MODEL, BACKWARDS): "param_shapes are not those of zero_pp_rank_0",
+    ): "param_shapes of group 0 differ in order or size",
+    ("zero3", OF_MODEL, BACKWARDS): "param_shapes differ from those of zero_pp_rank_0",
+    ("zero3-groups", OF_MODEL, BACKWARDS): "param_shapes differ from those of zero_pp_rank_0",
     (
         "zero2",
         OF_OPTIMIZERS,
         ROUNDED,
-    ): "its partitions are BF16, and its run kept the weights that it trains in F32",
+    ): "its partitions are BF16, but the run kept its trained weights in F32",
     ("zero3-groups", OF_OPTIMIZERS, ROUNDED): "its partitions are BF16",
 }
 """Checkpoint, files of it that are edited, and the edit -> what check says."""
@@ -601,7 +602,7 @@ def edits(
         )
         for key in sorted(frozen):
             yield f"{key} {value!r}", {**states, key: value}, f"{key} is not a dict"
-    yield "no module", {**states, "module": {}}, "and module has none of them"
+    yield "no module", {**states, "module": {}}, "but module has none of them"
     yield "a buffer", {**states, "module": {**module, buffer: 3}}, f"{buffer!r} is not a tensor"
     yield "names", {**states, "buffer_names": [1]}, "buffer_names has a name that is not a string"
     yield "one name", {**states, "buffer_names": "x"}, "buffer_names is not a list"
@@ -614,7 +615,7 @@ def edits(
         yield (
             f"shapes {kind.__name__}",
             {**states, "param_shapes": made},
-            "of 'a.weight' is not a shape",
+            "the shape of 'a.weight' is invalid",
         )
     mixed: list[Any] = [OrderedDict, shapes]
     yield (
@@ -623,7 +624,11 @@ def edits(
         "param_shapes is not a list of dicts",
     )
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
-    yield "frozen", {**states, "frozen_param_shapes": tuples}, "of 'frozen.bias' is not a shape"
+    yield (
+        "frozen",
+        {**states, "frozen_param_shapes": tuples},
+        "the shape of 'frozen.bias' is invalid",
+    )
     yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
     yield (
         "shared name 3",
@@ -672,10 +677,10 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
         yield (
             f"stage {stage}",
             {**optimizer, "zero_stage": stage},
-            "its zero_stage is not that of its partitions",
+            "its zero_stage does not match its partitions",
         )
     without = {key: value for key, value in optimizer.items() if key != "zero_stage"}
-    yield "no stage", without, "its zero_stage is not that of its partitions"
+    yield "no stage", without, "its zero_stage does not match its partitions"
     for count in ([], [0], 0, "x", {2}, (2,)):
         yield (
             f"count {count}",
@@ -687,13 +692,13 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
     yield (
         "fewer",
         {**optimizer, "partition_count": [1]},
-        "files of optimizer states of 2 ranks, 1 saved it",
+        "2 files of optimizer states (expected 1, one per rank)",
     )
     itself = dict(optimizer)
     itself["optimizer_state_dict"] = itself
-    yield "itself", itself, "its optimizer_state_dict is the dict that it is in"
+    yield "itself", itself, "its optimizer_state_dict refers to itself"
     rows = [flat.detach().view(1, -1) for flat in optimizer[flats]]
-    yield "rows", {**optimizer, flats: rows}, "is not a plain tensor of one dimension"
+    yield "rows", {**optimizer, flats: rows}, "is not a plain one-dimensional tensor"
 
 
 @pytest.fixture(params=[2, 3])
@@ -759,7 +764,9 @@ def test_the_other_model_states_of_zero_3_are_read(tmp_path: Path) -> None:
     states = torch.load(path, weights_only=False)
     torch.save({**states, "param_shapes": None}, path)
     (finding,) = check(tmp_path).findings
-    assert str(finding).startswith(f"{path.name} is malformed: its param_shapes are not those of")
+    assert str(finding).startswith(
+        f"{path.name} is malformed: its param_shapes differ from those of"
+    )
 
 
 def test_padding_between_parameters_is_not_read(tmp_path: Path) -> None:
@@ -790,11 +797,11 @@ LOST_TAGS = {
     None: "latest is missing: {tag}/ is there",
     "": "latest: it is empty",
     "\ufeffpytorch_model": (
-        r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder here"
+        r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder"
     ),
     " \n": "latest: it is empty",
     "/": "latest: it is not a text file",
-    "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder here",
+    "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder",
 }
 
 

@@ -56,10 +56,7 @@ def test_the_optimizer_names_the_empty_file(tmp_path: Path) -> None:
     empty(root)
     (finding,) = check(root).findings
     assert (finding.severity.value, finding.code) == ("warning", "unsaved-parameters")
-    assert (
-        str(finding)
-        == "optimizer_1.bin: it has 2 parameters, and model_1.safetensors holds no tensors"
-    )
+    assert str(finding) == "optimizer_1.bin: 2 parameters, but model_1.safetensors has no tensors"
 
 
 def test_two_models_of_equal_shapes_are_listed_as_not_checked(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_an_earlier_checkpoint_shows_that_the_moments_are_lost(tmp_path: Path, n
     count = len(list(model.parameters()))
     assert (
         str(finding)
-        == f"optimizer.bin: none of {count} parameter{'s' * (count > 1)} has moments, and "
-        "checkpoint_1 before it has them"
+        == f"optimizer.bin: none of {count} parameter{'s' * (count > 1)} has moments, but the "
+        "earlier checkpoint_1 has them"
     )
     with pytest.warns(UserWarning, match="passed over checkpoint_2"):
         assert latest_checkpoint(tmp_path) == middle
@@ -116,7 +116,7 @@ def test_an_earlier_dcp_folder_shows_that_the_moments_are_lost(
     count = len(list(model.parameters()))
     where = place.relative_to(last)
     assert told(last) == [
-        f"{where}: none of {count} parameters has moments, and checkpoint_1 before it has them"
+        f"{where}: none of {count} parameters has moments, but the earlier checkpoint_1 has them"
     ]
     report = check(last)
     assert report.status == 1
@@ -175,8 +175,8 @@ def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(
     clear_inside(last)
     count = len(list(model.parameters()))
     words = (
-        f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, and {middle.name} "
-        "before it has them"
+        f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, but the earlier "
+        f"{middle.name} has them"
     )
     assert told(tmp_path) == ([f"{last.name}: {words}"] if keeps else [])
     assert check(tmp_path).status == int(keeps)
@@ -209,7 +209,7 @@ OF_OTHER_RUNS = [
 def test_a_file_of_another_run_is_a_note(tmp_path: Path, first: str, second: str) -> None:
     assert two_files(tmp_path, first, second) == (
         0,
-        [f"{second}: optimizer: none of 2 parameters has moments, and {first} has them"],
+        [f"{second}: optimizer: none of 2 parameters has moments, but {first} has them"],
     )
 
 
@@ -228,7 +228,12 @@ OF_ONE_RUN = [
 def test_an_earlier_file_of_the_run_is_a_warning(tmp_path: Path, first: str, second: str) -> None:
     assert two_files(tmp_path, first, second) == (
         1,
-        [f"{second}: optimizer: none of 2 parameters has moments, and {first} before it has them"],
+        [
+            (
+                f"{second}: optimizer: none of 2 parameters has moments, but the earlier {first} has "
+                "them"
+            )
+        ],
     )
 
 
@@ -245,7 +250,7 @@ def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) 
         state = scheduler.state_dict()
         bundle(path, model, optimizer, **{key: [state] if key == "lr_schedulers" else state})
         expected = [
-            "last.pt: optimizer: none of 2 parameters has moments, and its scheduler made 3 steps"
+            "last.pt: optimizer: none of 2 parameters has moments, but its scheduler made 3 steps"
         ]
         assert told(path) == (expected if moved else [])
         assert check(path).status == 0
@@ -267,7 +272,7 @@ def test_a_scheduler_that_moved_is_a_note(tmp_path: Path) -> None:
     root = training.save(tmp_path / "checkpoint")
     clear(root / "optimizer.bin")
     assert told(root) == [
-        "optimizer.bin: none of 1 parameter has moments, and its scheduler made 3 steps"
+        "optimizer.bin: none of 1 parameter has moments, but its scheduler made 3 steps"
     ]
     assert check(root).status == 0, (
         "a script may move its scheduler without a step of the optimizer"
@@ -303,7 +308,7 @@ def test_the_trainer_counts_its_steps(trained: Path, tmp_path: Path) -> None:
     clear(root / "optimizer.pt")
     step = json.loads((root / "trainer_state.json").read_text())["global_step"]
     (words,) = told(root)
-    assert words.endswith(f"has moments, and trainer_state.json is of step {step}")
+    assert words.endswith(f"has moments, but trainer_state.json is at step {step}")
     assert check(root).status == 1
 
 

@@ -37,7 +37,7 @@ def advice(folder: Path) -> list[str]:
 
 def test_two_optimizers_with_one_schedule_each(tmp_path: Path) -> None:
     (words,) = advice(save(tmp_path / "gan", optimizers=2, schedulers=2))
-    assert words == "nothing to do if the script has both, as two optimizers with the same schedule"
+    assert words == "nothing to do if the script has two optimizers with the same schedule"
 
 
 def test_more_schedulers_than_optimizers(tmp_path: Path) -> None:

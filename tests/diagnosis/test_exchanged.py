@@ -90,7 +90,7 @@ def test_two_files_with_each_others_names_are_told(
         # torch wrote its name into the file.
         noun = "an optimizer" if kind == "optimizer.bin" else "a model"
         words = f"{kind}: it holds {noun}, saved as {partner} (expected its own state)"
-    assert told(folders[at]) == [("warning", f"{words}; it was exchanged with {partner}")]
+    assert told(folders[at]) == [("warning", f"{words}; swapped with {partner}")]
     assert [check(root).findings for root in folders if root != folders[at]] == [(), ()]
 
 
@@ -158,7 +158,7 @@ def test_moments_under_the_numbers_of_others_are_told(
     assert is_refused(folder)
     (finding,) = (each for each in check(folder).findings if each.path.name == "optimizer.bin")
     assert finding.code == "wrong-state"
-    assert "moments of other shapes for 5 parameters" in str(finding)
+    assert "moments of different shapes for 5 parameters" in str(finding)
     for healthy in tmp_path.glob("checkpoint_*"):
         assert healthy == folder or not told(healthy)
 
@@ -183,7 +183,7 @@ def test_param_groups_in_another_order_are_told(at: int, optimizer: str, tmp_pat
     words = (
         "2 param groups with 6 parameters (4, 2) (expected 2 param groups with 6 parameters (2, 4)"
         if is_refused_by_torch
-        else "param groups that begin with the numbers 2, 0 (expected param groups that begin with"
+        else "param groups that start at parameters 2, 0 (expected param groups that start at"
     )
     assert f"{optimizer}: it holds {words}" in str(finding)
     assert finding.severity.value == "warning"
@@ -333,19 +333,19 @@ def test_a_model_that_changed_is_a_note_at_most(
     [
         (
             lambda key: f"module.{key}",
-            "4 of 4 keys with other wrappers, such as 'module.0.bias' (expected '0.bias'",
+            "4 of 4 keys with different wrappers, such as 'module.0.bias' (expected '0.bias'",
         ),
         (
             lambda key: f"_orig_mod.{key}",
-            "4 of 4 keys with other wrappers, such as '_orig_mod.0.bias' (expected '0.bias'",
+            "4 of 4 keys with different wrappers, such as '_orig_mod.0.bias' (expected '0.bias'",
         ),
         (
             lambda key: f"module.{key}" if key.startswith("0") else key,
-            "2 of 4 keys with other wrappers, such as 'module.0.bias' (expected '0.bias'",
+            "2 of 4 keys with different wrappers, such as 'module.0.bias' (expected '0.bias'",
         ),
         (
             lambda key: key.replace("1.bias", "1._orig_mod.bias"),
-            "1 of 4 keys with other wrappers, such as '1._orig_mod.bias' (expected '1.bias'",
+            "1 of 4 keys with different wrappers, such as '1._orig_mod.bias' (expected '1.bias'",
         ),
     ],
 )
@@ -364,7 +364,7 @@ def test_other_wrappers_than_in_the_checkpoints_next_to_it_are_told(
         assert check(root).status == 0
         assert not is_refused(root)
     else:
-        assert holds.startswith("2 of 4 keys with other wrappers, such as 'module.0.bias'")
+        assert holds.startswith("2 of 4 keys with different wrappers, such as 'module.0.bias'")
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -532,15 +532,15 @@ def test_a_lone_save_names_optimizers_that_fit_the_model_of_another_number(
     """A script may cross its optimizers: only the one that saved it knows."""
     root = Run(is_crossed=is_crossed).save(tmp_path / "checkpoint")
     words = [
-        "whether optimizer.bin is of model.safetensors: its moments have the shapes of "
+        "whether optimizer.bin belongs to model.safetensors: its moments have the shapes of "
         "'model_1.safetensors'",
-        "whether optimizer_1.bin is of model_1.safetensors: its moments have the shapes of "
+        "whether optimizer_1.bin belongs to model_1.safetensors: its moments have the shapes of "
         "'model.safetensors'",
     ]
 
     def named() -> list[str]:
         said = check(root).not_checked
-        return [one.partition(", as where")[0] for one in said if " is of " in one]
+        return [one.partition(", as if")[0] for one in said if " belongs to " in one]
 
     assert named() == (words if is_crossed else [])
     if not is_crossed:

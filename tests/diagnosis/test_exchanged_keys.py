@@ -100,10 +100,7 @@ def test_an_optimizer_and_a_scheduler_under_each_others_key_are_told(
         (
             (
                 "warning",
-                (
-                    f"last.pt: {key}: it holds {holds} (expected {expected}); it was exchanged "
-                    f"with {partner}"
-                ),
+                (f"last.pt: {key}: it holds {holds} (expected {expected}); swapped with {partner}"),
             )
             for key, holds, expected, partner in (
                 (of_scheduler, "an optimizer's state", "a scheduler's state", of_optimizer),

@@ -185,11 +185,10 @@ def test_other_keys_dtypes_and_shapes_are_a_note(tmp_path: Path) -> None:
     assert isinstance(note, SecondFamily)
     assert (note.own, note.absent, note.changed) == (("x",), ("d",), ("b", "c"))
     assert (
-        str(note)
-        == "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key in model.safetensors "
-        "alone: 'd'; 2 keys of another dtype or shape: 'b', 'c'; values were not compared; "
-        "load_state and transformers load model.safetensors, load_checkpoint_in_model loads "
-        "pytorch_model.bin"
+        str(note) == "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key only in "
+        "model.safetensors: 'd'; 2 keys with another dtype or shape: 'b', 'c'; values were "
+        "not compared; load_state and transformers load model.safetensors, "
+        "load_checkpoint_in_model loads pytorch_model.bin"
     )
     assert check(tmp_path).status == 0
 
@@ -247,7 +246,7 @@ def test_a_tensor_in_scattered_bytes_is_said_not_to_be_compared(tmp_path: Path) 
     write(tmp_path / "model.safetensors", {"a": torch.ones(3, 4), "b": torch.ones(2)})
     write(tmp_path / "pytorch_model.bin", {"a": torch.zeros(4, 3).t(), "b": torch.ones(2)})
     (note,) = families(tmp_path, data=True)
-    assert "bytes equal, but for 1 tensor not compared" in str(note)
+    assert "bytes equal; 1 tensor not compared" in str(note)
     assert "ckptfix diff" in note.advice
 
 
@@ -284,7 +283,7 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
     )
     assert (
         str(note)
-        == "model.safetensors: damaged, and not compared with pytorch_model.bin; load_state and "
+        == "model.safetensors: damaged, so not compared with pytorch_model.bin; load_state and "
         "transformers load model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
     )
     assert (

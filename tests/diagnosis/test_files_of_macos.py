@@ -111,7 +111,7 @@ def test_a_file_of_macos_is_named_where_it_is_asked_for(tmp_path: Path, said: Sa
     for name in ("._model.safetensors", "._optimizer.bin"):
         status, _, err = said("check", tmp_path / name)
         assert status == 2
-        assert "an AppleDouble file of macOS" in err
+        assert "a macOS AppleDouble file" in err
 
 
 def test_a_reader_that_lists_the_folder_fails(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_only_weights_of_an_export_have_another_name(
     assert warning.code == "incomplete-checkpoint"
     assert str(warning).startswith(f"{name} is missing: ")
     assert warning.advice.startswith(
-        f"if {other!r} is that file, rename it to {name}; else copy {name} again"
+        f"if {other!r} is that file, rename it to {name}; otherwise copy {name} again"
     )
     url = f"memory://{os.urandom(6).hex()}/export"
     upload_folder(folder, url)
@@ -156,7 +156,7 @@ def test_the_config_of_an_export_has_another_name(
     (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
     assert (
         str(warning)
-        == f"{name} is missing: {other!r} is there, and from_pretrained does not look for that "
+        == f"{name} is missing: {other!r} is there, but from_pretrained does not look for that "
         "name"
     )
     assert f"rename it to {name}" in warning.advice
@@ -370,7 +370,7 @@ def test_the_adapter_of_a_trainer_has_another_name(
             trainer._load_from_checkpoint(str(folder))
     name = "adapter_model.safetensors"
     assert problems(folder) == [
-        f"{name} is missing: {other!r} is there, and the Trainer does not look for that name"
+        f"{name} is missing: {other!r} is there, but the Trainer does not look for that name"
     ]
     with pytest.raises(UsageError, match=r"checkpoint-2: no adapter_model\.safetensors"):
         ckptfix.latest_checkpoint(folder.parent)
@@ -442,8 +442,8 @@ def test_states_under_the_names_of_the_trainer(tmp_path: Path, renamed: tuple[st
         assert str(one).startswith(f"{stem}.bin is missing: ")
         assert (
             one.advice
-            == f"if '{stem}.pt' is that file, rename it to {stem}.bin; else copy {stem}.bin again, "
-            f"or ignore this if the script no longer prepares its {stem}"
+            == f"if '{stem}.pt' is that file, rename it to {stem}.bin; otherwise copy {stem}.bin "
+            f"again, or ignore this if the script no longer prepares its {stem}"
         )
     with pytest.warns(UserWarning, match="passed over checkpoint_9"):
         assert ckptfix.latest_checkpoint(folder.parent) == folder.parent / "checkpoint_6"
@@ -461,7 +461,7 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
         (folder / f"{stem}.bin").rename(folder / f"{stem}.pt")
     assert problems(folder) == []
     words = (
-        "optimizers: load_state does not look for 'optimizer.pt', and fails for a script that "
+        "optimizers: load_state does not look for 'optimizer.pt' and fails in a script that "
         "prepares one"
     )
     of_scheduler = words.replace("optimizer", "scheduler")

@@ -68,7 +68,7 @@ def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(
     ((severity, code, sentence),) = notes(path)
     assert (severity, code) == ("note", "index-mismatch")
     assert sentence.startswith("model.safetensors.index.json is left over from another save: ")
-    assert sentence.endswith("; loaders take model.safetensors")
+    assert sentence.endswith("; loaders use model.safetensors")
     (finding,) = check(path).all_findings
     index = path / "model.safetensors.index.json"
     assert (
@@ -115,7 +115,7 @@ def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(
     assert (severity, code) == ("error", "index-mismatch")
     tensors = len(library.model.state_dict())
     assert sentence.endswith(
-        f"diffusers takes it before {name}, which holds its {tensors} tensors, and fails"
+        f"diffusers prefers it to {name} (which holds its {tensors} tensors), and fails"
     )
     (finding,) = check(path).all_findings
     assert (
@@ -198,7 +198,7 @@ def test_an_index_of_safetensors_next_to_bin_stops_from_pretrained(tmp_path: Pat
     assert is_equal(library.model, in_model(library, path))
     ((severity, _, sentence),) = notes(path)
     assert severity == "error"
-    assert "transformers takes it before pytorch_model.bin, which holds its " in sentence
+    assert "transformers prefers it to pytorch_model.bin (which holds its " in sentence
     (path / "model.safetensors.index.json").unlink()
     assert is_equal(library.model, type(library.model).from_pretrained(path))
     assert notes(path) == []
@@ -295,7 +295,7 @@ def test_no_loader_finds_a_single_shard_without_its_index(
     finding, *_ = check(folder.path).findings
     assert (finding.code, str(finding)) == (
         "index-mismatch",
-        f"{folder.index.name} is missing, its shards are there",
+        f"{folder.index.name} is missing, but its shards exist",
     )
     assert [str(model.path) for model in check(folder.path).understood.models] == [shard.name]
     assert repair(folder.path).status == 0
@@ -350,7 +350,7 @@ def test_an_index_that_loaders_pass_over_for_shards_is_a_note(
     assert (severity, code) == ("note", "index-mismatch")
     assert sentence.startswith(f"{left} is left over from another save: {lost} listed shard")
     refusal = "load_checkpoint_in_model refuses a folder with two indexes"
-    assert sentence.endswith(f"; loaders take {complete}; {refusal}")
+    assert sentence.endswith(f"; loaders use {complete}; {refusal}")
     assert check(tmp_path).status == 0
     salvaged = tmp_path.with_name(f"{tmp_path.name}-salvaged")
     assert not salvage(tmp_path, salvaged).lost
@@ -377,7 +377,7 @@ def test_an_index_that_a_loader_takes_before_complete_shards_is_an_error(
     ((severity, code, sentence),) = notes(tmp_path)
     assert (severity, code) == ("error", "index-mismatch")
     assert (
-        f"{loader} takes it before {complete}, whose shards hold its 2 tensors, and fails"
+        f"{loader} prefers it to {complete} (whose shards hold its 2 tensors), and fails"
         in sentence
     )
     (tmp_path / left).unlink()
@@ -450,7 +450,7 @@ def test_a_part_of_the_shards_of_another_save_is_a_warning(
     is_note = is_next_to_its_index and suffix == ".bin"
     assert severity == ("note" if is_note else "warning")
     if not is_next_to_its_index:
-        assert sentence.endswith(f"loaders take {complete}")
+        assert sentence.endswith(f"loaders use {complete}")
     write(shard, values(5, "c.weight"))
     if is_next_to_its_index:
         # Nothing shows that c.weight is of the model: the index that lists all of the others is
@@ -479,10 +479,10 @@ def test_a_shard_that_a_complete_index_does_not_list(
     assert (severity, code) == ("warning" if is_rival else "note", "stale-shard")
     assert check(tmp_path).status == is_rival
     if is_rival:
-        assert "has other values of 1 tensor of" in sentence
+        assert "with different values for 1 tensor of" in sentence
         assert "HuggingFaceStorageReader" in sentence
     else:
-        expected = f"loaders that go by the index take {index}, which does not list it"
+        expected = f"loaders that follow the index use {index}, which does not list it"
         assert sentence == f"{shard.name} is left over from another save: {expected}"
 
 
@@ -525,8 +525,8 @@ def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
     assert (severity, code) == ("warning", "stale-shard")
     assert (
         sentence
-        == f"{shards[3].name} and 5 more shards are of an incomplete save: other shards and their "
-        "index are missing; loaders take model.safetensors"
+        == f"{shards[3].name} and 5 more shards belong to an incomplete save: other shards and "
+        "their index are missing; loaders use model.safetensors"
     )
 
 
@@ -595,7 +595,7 @@ def test_a_file_that_accelerate_takes_for_an_index_is_a_note(tmp_path: Path) -> 
     ((severity, code, sentence),) = notes(tmp_path)
     assert (severity, code) == ("note", "index-mismatch")
     assert sentence.startswith(
-        "tokens.index.json: load_checkpoint_in_model takes each *.index.json"
+        "tokens.index.json: load_checkpoint_in_model treats every *.index.json as"
     )
     # Alone, too: the load succeeds, and leaves all weights random.
     (tmp_path / SAFE).unlink()

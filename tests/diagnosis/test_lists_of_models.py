@@ -98,7 +98,7 @@ def test_a_repair_of_a_pipeline_without_a_model_names_the_check(
     assert (status, told) == (
         2,
         (
-            f"ckptfix: {folder} holds no file of a checkpoint; to see what it lacks: ckptfix check "
+            f"ckptfix: {folder} has no checkpoint files; to see what it lacks: ckptfix check "
             f"{folder}\n"
         ),
     )

@@ -217,7 +217,7 @@ def test_keys_without_the_component(kind: str, tmp_path: Path) -> None:
     severity = "warning" if may_be_of_model else "error"
     assert (finding.code, finding.severity.value) == ("dead-adapter", severity)
     assert "without an error" in str(finding)
-    assert ("load_lora_adapter" if may_be_of_model else "of the unet") in finding.advice
+    assert ("load_lora_adapter" if may_be_of_model else "belong to the unet") in finding.advice
     assert run(["repair", str(folder)]) == 1
     assert live(folder, "unet") == 0
     assert run(["repair", str(folder), "--allow", "dead-adapter"]) == 0

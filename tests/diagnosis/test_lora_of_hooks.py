@@ -158,7 +158,7 @@ def test_lora_of_other_shapes(
         Script(pipeline=False).loads(folder)
     (problem,) = problems(folder)
     assert (
-        "under each other's key" if change is _exchanged else "does not fit the weights"
+        "under each other's key" if change is _exchanged else "does not match the weights"
     ) in problem
     for name in others:
         assert problems(tmp_path / name) == []
@@ -170,11 +170,11 @@ def test_lora_that_lost_its_tensors(is_pipeline: bool, tmp_path: Path) -> None:
     folder = Script(pipeline=is_pipeline).saved(tmp_path / "checkpoint-2")
     _changed(folder / WEIGHTS, lambda tensors: {})
     (problem,) = problems(folder)
-    assert problem.endswith(f"parameters, and {WEIGHTS} holds no tensors")
+    assert problem.endswith(f"parameters, but {WEIGHTS} has no tensors")
     folder = Script(pipeline=is_pipeline).saved(tmp_path / "second/checkpoint-2")
     _changed(folder / WEIGHTS, lambda tensors: dict(list(tensors.items())[2:]))
     (problem,) = problems(folder)
-    assert "tensors of weights" in problem
+    assert "weight tensors" in problem
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,8 @@ def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
     (finding,) = check(folder).findings
     assert (
         finding.advice
-        == "copy the folder again; if the script passes unet= to from_pretrained, or the class of "
-        "the pipeline takes none, ignore this"
+        == "copy the folder again; if the script passes unet= to from_pretrained, or the "
+        "pipeline class works without it, ignore this"
     )
 
 
@@ -207,7 +207,7 @@ def test_a_config_without_its_weights(
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
     assert (
-        f"this folder has no weights: {finding.path} is of {model}, which cannot be loaded "
+        f"this folder has no weights: {finding.path} describes {model}, which cannot be loaded "
         f"(expected {wanted})" == (str(finding))
     )
     assert said("check", "-r", folder)[0] == 1

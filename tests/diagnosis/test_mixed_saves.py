@@ -57,7 +57,7 @@ def test_no_healthy_run_is_told_and_every_change_of_rates_is(make: str, tmp_path
         group = 0 if rates[0][0] != rates[1][0] else 1
         assert findings == [
             f"optimizer.bin: learning rate {rates[0][group]!r} in param group {group} (expected "
-            f"{rates[1][group]!r}, as in scheduler.bin); it is of the save of checkpoint_3"
+            f"{rates[1][group]!r}, as in scheduler.bin); it comes from checkpoint_3"
         ]
 
 
@@ -65,8 +65,8 @@ def test_the_file_of_the_other_save_is_named(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
     shutil.copy(newer / "scheduler.bin", older)
     assert told(older) == [
-        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); it is of "
-        "the save of checkpoint_6"
+        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); it comes "
+        "from checkpoint_6"
     ]
     assert told(newer) == []
 
@@ -119,10 +119,10 @@ def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> Non
     assert [finding.code for finding in check(renamed).findings] == ["wrong-state"]
     exchange(newer, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
     words = (
-        "its learning rates are those of optimizer_1.bin (expected those of optimizer.bin, as in "
+        "has the learning rates of optimizer_1.bin (expected those of optimizer.bin, as in "
         "checkpoint_3"
     )
-    assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has those)"]
+    assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has them)"]
     assert told(older) == []
     assert Run(1, SCHEDULES["ExponentialLR"], SCHEDULES["StepLR"]).goes_on(newer), (
         "stock accelerate loads it"
@@ -135,7 +135,7 @@ def test_a_scheduler_that_was_copied_over_another_is_told(tmp_path: Path) -> Non
     _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
     shutil.copy(older / "scheduler.bin", older / "scheduler_1.bin")
     words = (
-        "its learning rates are those of optimizer.bin (expected those of optimizer_1.bin, as in "
+        "has the learning rates of optimizer.bin (expected those of optimizer_1.bin, as in "
         "checkpoint_6)"
     )
     assert told(older) == [f"scheduler_1.bin: {words}"]
@@ -252,19 +252,18 @@ def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path
     assert [told(root) for root in sorted(run.iterdir())] == [[], [], []]
     (words,) = told(put(run, "checkpoint-2", "checkpoint-4", "optimizer.pt"))
     assert words.startswith("optimizer.pt: learning rate ")
-    assert words.endswith("of the save of checkpoint-2")
+    assert words.endswith("it comes from checkpoint-2")
     put(run, "checkpoint-2", "checkpoint-4", "scheduler.pt")
     assert told(run / "checkpoint-4") == [
-        "scheduler.pt: 2 steps (expected 4, as in trainer_state.json); it is of the save of "
-        "checkpoint-2"
+        "scheduler.pt: 2 steps (expected 4, as in trainer_state.json); it comes from checkpoint-2"
     ]
     trainer = trained(tmp_path / "resumed", max_steps=6)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert (trainer.state.global_step, trainer.lr_scheduler.last_epoch) == (6, 4)
     put(run, "checkpoint-6", "checkpoint-4", *BOTH)
     assert told(run / "checkpoint-4") == [
-        "scheduler.pt: 6 steps (expected 4 at most, as in trainer_state.json); it is of the save "
-        "of checkpoint-6"
+        "scheduler.pt: 6 steps (expected at most 4, as in trainer_state.json); it comes from "
+        "checkpoint-6"
     ]
     shutil.rmtree(run / "checkpoint-6")
     assert told(run / "checkpoint-4") == []

@@ -369,7 +369,7 @@ def test_a_lost_frozen_weight_is_not_checked(tmp_path: Path) -> None:
     assert problems(folder) == []
     (words,) = unchecked(folder)
     assert words.startswith(
-        "whether unet/ lost frozen weights: the optimizers have no moments of 1 of"
+        "whether unet/ lost frozen weights: the optimizers have no moments for 1 of"
     )
 
 
@@ -439,14 +439,10 @@ def test_an_average_without_its_counters(
         assert problems(folder) == []
         return
     (problem,) = problems(folder)
-    assert problem.startswith(
-        "unet_ema/config.json: it holds no counters of an average (expected decay and"
-    )
-    assert ("it was exchanged with unet/config.json" in problem) is (
-        change is not _without_counters
-    )
+    assert problem.startswith("unet_ema/config.json: it holds no EMA counters (expected decay and")
+    assert ("swapped with unet/config.json" in problem) is (change is not _without_counters)
     if not others:
-        with pytest.raises(UsageError, match="no counters of an average"):
+        with pytest.raises(UsageError, match="no EMA counters"):
             latest_checkpoint(tmp_path)
     for name in others:
         assert problems(tmp_path / name) == []
@@ -492,7 +488,7 @@ def test_a_model_one_level_too_deep(inner: str, tmp_path: Path) -> None:
     _refused(Script("unet", average="unet_ema"), folder)
     (problem,) = problems(folder)
     assert (
-        "holds this folder of the same name" if inner == "unet" else "unet/config.json"
+        "only this folder of the same name" if inner == "unet" else "unet/config.json"
     ) in problem
     assert [words for words in check(folder).not_checked if words.startswith("unet/ (")] == []
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"

@@ -43,13 +43,13 @@ def test_a_checkpoint_in_a_folder_of_its_name(
     ]
     assert (
         str(report.findings[0])
-        == f"{outer} holds this folder of the same name, and no file of a checkpoint itself"
+        == f"{outer} has no checkpoint files of its own, only this folder of the same name"
     )
     assert check(inner).findings == ()
     assert run(["check", str(outer)]) == 1
     assert f"{inner}: 1 warning" in capsys.readouterr().out
     with pytest.raises(
-        UsageError, match="all its files are in checkpoint_10/, where no run looks for them: move"
+        UsageError, match="all its files are in checkpoint_10/, where no run looks for them; move"
     ):
         latest_checkpoint(outer.parent)
 
@@ -106,9 +106,13 @@ def test_a_folder_in_which_every_name_has_one_ending_more(
         file.rename(file.with_name(file.name + ending))
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(path))
-    with pytest.raises(UsageError, match=f"; to rename them without '{ending}': ") as caught:
+    with pytest.raises(
+        UsageError, match=f"; to remove the ending '{ending}' from their names: "
+    ) as caught:
         check(path)
-    subprocess.run(str(caught.value).partition(f"without {ending!r}: ")[2], shell=True, check=True)
+    subprocess.run(
+        str(caught.value).partition(f"{ending!r} from their names: ")[2], shell=True, check=True
+    )
     Small().accelerator.load_state(str(path))
     assert check(path).findings == ()
 
@@ -121,4 +125,4 @@ def test_no_rename_of_other_files_is_offered(tmp_path: Path, names: tuple[str, .
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UsageError) as caught:
         check(tmp_path)
-    assert "; to rename them" not in str(caught.value)
+    assert "; to remove the ending" not in str(caught.value)

@@ -123,7 +123,7 @@ def test_the_advice_makes_accelerate_load_the_arrays(saved: Path, tmp_path: Path
     assert (
         str(finding)
         == "scheduler.bin holds numpy arrays: 'x' (float64), 'y' (float64) and 'z' (bool); "
-        "load_state loads uint32 alone, and refuses the file"
+        "load_state accepts only uint32 arrays, and refuses the file"
     )
     before = torch.serialization.get_safe_globals()
     try:
@@ -149,7 +149,7 @@ def test_random_states_with_another_array_are_passed_in_silence(
     assert not torch.equal(torch.get_rng_state(), saved_state["torch_manual_seed"])
     assert [str(finding) for finding in check(folder).findings] == [
         "random_states_0.pkl holds a numpy array: 'own' (float64); "
-        "load_state loads uint32 alone, and restores no random states"
+        "load_state accepts only uint32 arrays, and restores no random states"
     ]
 
 

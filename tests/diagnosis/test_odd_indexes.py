@@ -546,8 +546,8 @@ def test_the_sentences_about_an_index_name_what_loaders_do(saved: Any, tmp_path:
     sentences = {
         two_keys_are_listed_in_each_others_shard: f"{name} names the wrong shard for 2 tensors",
         a_key_of_a_shard_is_not_listed: (
-            f"{name} does not list 1 tensor of the shards: transformers 4.44 leaves random with a "
-            "device_map what the index does not list"
+            f"{name} does not list 1 tensor of the shards: with a device_map, transformers 4.44 "
+            "leaves unlisted tensors random"
         ),
         two_shards_hold_other_values_of_a_key: (
             f"1 tensor of {name} is in two shards with different values (first {key!r} in {first} "
@@ -593,8 +593,8 @@ def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(
     index.write_text(json.dumps(document))
     assert library.is_loaded(replace(source, path=path))
     (finding,) = check(path).findings
-    assert str(finding) == f"{index.name} names 1 tensor that no shard holds: 'typo.{key}'"
-    assert finding.advice.startswith("not rebuilt: either a shard is of another model, ")
+    assert str(finding) == f"{index.name} lists 1 tensor that no shard holds: 'typo.{key}'"
+    assert finding.advice.startswith("not rebuilt: either a shard belongs to another model, ")
     assert "or the index has wrong keys" in finding.advice
 
 
@@ -622,7 +622,7 @@ def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Pa
         ),
         (
             "a_buffer_of_a_shard_is_not_listed",
-            "does not list 1 tensor of the shards, which are loaded all the same",
+            "does not list 1 tensor of the shards, but loaders read them anyway",
         ),
         (
             "a_tensor_is_in_two_shards",
@@ -630,7 +630,7 @@ def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Pa
         ),
         (
             "a_key_of_a_listed_shard_is_there_twice_in_the_text",
-            "has 1 key twice, of which the last counts: ",
+            "lists 1 key twice (the last entry counts): ",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_model_that_lost_its_tensors_is_told_next_to_a_custom_object(
     else:
         save_file({}, root / name, {"format": "pt"})
     assert found(root) == [
-        f"unsaved-parameters: optimizer.bin: it has 7 parameters, and {name} holds no tensors"
+        f"unsaved-parameters: optimizer.bin: 7 parameters, but {name} has no tensors"
     ]
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(net())
@@ -388,13 +388,13 @@ def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> N
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     (words,) = found(root)
     assert (
-        words == "unsaved-parameters: optimizer.bin: it has moments of shapes [9], [9, 9], and no "
-        "weights have such a shape (9 parameters in the optimizer, 7 tensors of weights)"
+        words == "unsaved-parameters: optimizer.bin: moments of shapes [9], [9, 9], which no "
+        "weights have (9 parameters in the optimizer, 7 weight tensors)"
     )
     assert (
         check(root)
         .findings[0]
-        .advice.startswith("the optimizer may have a module that was not prepared")
+        .advice.startswith("the optimizer may train a module that was not prepared")
     )
     torch.save(other.state_dict(), root / "other.pt")
     assert found(root) == []
@@ -432,10 +432,7 @@ def test_a_frozen_part_that_the_state_dict_leaves_out_is_a_note(tmp_path: Path) 
     accelerator.prepare(model, optimizer)
     accelerator.load_state(str(root))
     step(model, optimizer)
-    words = (
-        "it has 9 parameters, 2 of them without moments, and the checkpoint has 7 tensors of "
-        "weights"
-    )
+    words = "9 parameters, 2 of them without moments, but the checkpoint has 7 weight tensors"
     assert f"unsaved-parameters: optimizer.bin: {words}" in found(root)
     assert check(root).status == 0
     # As many parameters, and a moment for each.
@@ -465,8 +462,7 @@ def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> No
     step(model, optimizer)
     root = save(tmp_path / "checkpoint", [model[:2]], [optimizer])
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint has 4 tensors "
-        "of weights"
+        "unsaved-parameters: optimizer.bin: 6 parameters, but the checkpoint has 4 weight tensors"
     ]
 
 
@@ -490,15 +486,17 @@ def test_an_optimizer_of_another_model_is_first_said_to_be_of_another_run(
         with pytest.raises(ValueError, match="parameter group"):
             optimizer.load_state_dict(torch.load(root / "optimizer.bin"))
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: does not fit the weights (expected the parameters of 4 "
-        "tensors of shapes [2], [2, 3], [3] and 1 more; found 2 parameters of shapes [3], [3, 7])"
+        "unsaved-parameters: optimizer.bin: does not match the weights (expected parameters for "
+        "4 weight tensors of shapes [2], [2, 3], [3] and 1 more; found 2 parameters of shapes "
+        "[3], [3, 7])"
     ]
     torch.save(model.state_dict(), root / "pytorch_model.bin")
-    assert "the parameters of 4 tensors" in found(root)[0]
+    assert "parameters for 4 weight tensors" in found(root)[0]
     (root / "pytorch_model.bin").unlink()
     advice = check(root).findings[0].advice
     assert advice.startswith(
-        "it may belong to another run, and load_state or the next optimizer step then fails: "
+        "the optimizer may belong to another run, and load_state or the next optimizer step then "
+        "fails: "
     )
     assert "prepare()" in advice
     # As many parameters as tensors: the load itself succeeds.
@@ -537,8 +535,8 @@ def test_groups_that_share_a_parameter_or_lack_one_with_moments(checkpoint: Path
 
     rewrite(checkpoint / "optimizer.bin", share)
     assert found(checkpoint) == [
-        "inconsistent-groups: optimizer.bin: two param groups have parameter 2; it has moments of "
-        "parameter 6, which no param group has"
+        "inconsistent-groups: optimizer.bin: parameter 2 is in two param groups; parameter 6 has "
+        "moments but is in no param group"
     ]
 
 
@@ -584,8 +582,8 @@ def test_moments_of_another_shape_by_name(checkpoint: Path) -> None:
 
     rewrite(checkpoint / "optimizer.bin", turn)
     assert found(checkpoint) == [
-        "mismatched-moments: optimizer.bin: the moments of '1.weight' have shape [6, 5] (expected "
-        "[5, 6], as its weights have)"
+        "mismatched-moments: optimizer.bin: the moments of '1.weight' have shape [6, 5] "
+        "(expected [5, 6], the shape of its weights)"
     ]
     rewrite(checkpoint / "optimizer.bin", lambda state: state["param_groups"][0].update(rank=4))
     assert found(checkpoint) == []
@@ -607,8 +605,8 @@ def test_a_guarded_save_has_the_names_of_numbered_parameters(tmp_path: Path) -> 
 
     save_model(other, str(tmp_path / "other" / "model.safetensors"))
     assert found(tmp_path / "other") == [
-        "mismatched-moments: optimizer.bin: the moments of '3.weight' have shape [3, 5] (expected "
-        "[4, 5], as its weights have; 1 parameter more)"
+        "mismatched-moments: optimizer.bin: the moments of '3.weight' have shape [3, 5] "
+        "(expected [4, 5], the shape of its weights; 1 more parameter)"
     ]
 
 
@@ -644,7 +642,7 @@ def test_dcp_folders_are_compared_by_their_metadata(tmp_path: Path, flattened: b
     assert found(root) == [
         (
             "mismatched-moments: optimizer_0: the moments of '3.weight' have shape [3, 5] "
-            "(expected [4, 5], as its weights have)"
+            "(expected [4, 5], the shape of its weights)"
         ),
         (
             "unsaved-parameters: optimizer_0: 1 of 7 parameters has no weights in the checkpoint: "
@@ -744,7 +742,7 @@ def test_a_bare_parameter_is_named_as_what_it_is(
     )
     for finding in findings:
         assert finding.advice.startswith(
-            "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it"
+            "this may be a bare nn.Parameter, such as SAC's log_alpha. It belongs to no model"
         )
         assert "accelerator.register_for_checkpointing()" in finding.advice
         assert "ValueError" not in finding.advice

@@ -178,7 +178,7 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
         "inconsistent-groups: optimizer.bin: param group 0 has no usable 'lr'",
         (
             "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 0 has shape [6, 5] "
-            "(expected [5, 6], as its 'exp_avg' has; 1 parameter more)"
+            "(expected [5, 6], like its 'exp_avg'; 1 more parameter)"
         ),
         (
             "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', "
@@ -299,17 +299,17 @@ def params_as(number: Callable[[int], Any]) -> Callable[[dict[str, Any]], None]:
 DROPPED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "params as strings": (
         params_as(str),
-        "it has moments under the numbers 0, 1, 2 and 3 more, and param groups have strings",
+        "moments are stored under the numbers 0, 1, 2 and 3 more, but param groups list strings",
     ),
     "negative params": (
         params_as(lambda number: -number - 1),
-        "it has moments of parameters 0, 1, 2 and 3 more, which no param group has",
+        "parameters 0, 1, 2 and 3 more have moments but are in no param group",
     ),
     "negative states": (
         lambda state: state.update(
             state={-number - 1: value for number, value in state["state"].items()}
         ),
-        "it has moments of parameters '-1', '-2', '-3' and 3 more, which no param group has",
+        "parameters '-1', '-2', '-3' and 3 more have moments but are in no param group",
     ),
 }
 
@@ -354,8 +354,8 @@ def test_moments_of_a_shape_that_too_few_weights_have(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         step(narrow, loading)
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: 2 parameters of it have moments of shape [16] "
-        "(expected 1 at most, as weights have that shape; 1 shape more)"
+        "unsaved-parameters: optimizer.bin: 2 parameters with moments of shape [16] (expected at "
+        "most 1, the number of weights with that shape; 1 more shape)"
     ]
 
 
@@ -399,8 +399,8 @@ def test_a_model_in_two_formats_counts_once(tmp_path: Path) -> None:
     step(for_another, foreign)
     torch.save(foreign.state_dict(), root / "optimizer.bin")
     assert found(root) == [
-        "unsaved-parameters: optimizer.bin: 3 parameters of it have moments of shape [4] (expected "
-        "2 at most, as weights have that shape; 1 shape more)"
+        "unsaved-parameters: optimizer.bin: 3 parameters with moments of shape [4] (expected at "
+        "most 2, the number of weights with that shape; 1 more shape)"
     ]
 
 
@@ -419,8 +419,8 @@ def test_names_of_torch_show_states_that_were_exchanged(tmp_path: Path) -> None:
 
     rewrite(root / "optimizer.bin", exchange)
     assert found(root) == [
-        "mismatched-moments: optimizer.bin: the moments of '0.weight' have shape [3, 5] (expected "
-        "[5, 6], as its weights have; 1 parameter more)"
+        "mismatched-moments: optimizer.bin: the moments of '0.weight' have shape [3, 5] "
+        "(expected [5, 6], the shape of its weights; 1 more parameter)"
     ]
     optimizer.load_state_dict(torch.load(root / "optimizer.bin", weights_only=True))
     with pytest.raises(RuntimeError):
@@ -536,7 +536,7 @@ def test_fsdp_numbers_parameters_as_the_module_does(checkpoint: Path) -> None:
         for group in state["param_groups"]:
             group["params"] = [(number + 2) % 6 for number in group["params"]]
 
-    words = "whether the param groups of optimizer.bin are in their places"
+    words = "whether the param groups of optimizer.bin are in the right order"
     assert not any(line.startswith(words) for line in check(checkpoint).not_checked)
     rewrite(checkpoint / "optimizer.bin", rekey)
     state = torch.load(checkpoint / "optimizer.bin")
@@ -561,8 +561,8 @@ def test_groups_that_list_no_parameter(tmp_path: Path) -> None:
     (finding,) = check(healthy).findings
     assert (
         str(finding)
-        == "optimizer.bin: it holds an optimizer with moments and no parameter in its param groups "
-        "(expected an optimizer's state)"
+        == "optimizer.bin: it holds an optimizer with moments but no parameters in its param "
+        "groups (expected an optimizer's state)"
     )
 
 
@@ -573,8 +573,8 @@ def test_moments_under_a_string_are_dropped(checkpoint: Path) -> None:
     )
     assert found(checkpoint) == [
         (
-            "inconsistent-groups: optimizer.bin: it has moments under the string '1', and param "
-            "groups have numbers"
+            "inconsistent-groups: optimizer.bin: moments are stored under the string '1', but "
+            "param groups list numbers"
         ),
         "missing-moments: optimizer.bin: 1 of 6 parameters has no moments: 1",
     ]
@@ -823,8 +823,8 @@ def test_lbfgs_sparse_adam_and_complex_parameters_are_healthy(tmp_path: Path) ->
     assert found(root) == []
     rewrite(root / "optimizer.bin", lambda state: state.update(state={"0": state["state"][0]}))
     assert found(root) == [
-        "inconsistent-groups: optimizer.bin: it has moments under the string '0', and param groups "
-        "have numbers"
+        "inconsistent-groups: optimizer.bin: moments are stored under the string '0', but param "
+        "groups list numbers"
     ]
     resumed = torch.optim.LBFGS(model.parameters())
     resumed.load_state_dict(torch.load(root / "optimizer.bin"))
@@ -884,7 +884,7 @@ def test_moments_of_whole_numbers_are_a_warning(checkpoint: Path) -> None:
     assert not fails(MAKERS["adamw"], torch.load(checkpoint / "optimizer.bin", weights_only=True))
     assert found(checkpoint) == [
         "mismatched-moments: optimizer.bin: 'exp_avg_sq' of parameter 3 has dtype I64 (expected "
-        "floating point numbers)"
+        "a floating-point dtype)"
     ]
     (finding,) = check(checkpoint).findings
     assert finding.severity is Severity.WARNING
@@ -963,4 +963,4 @@ def test_parameters_that_share_their_memory_are_said_to_lose_nothing(tmp_path: P
     assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
     (finding,) = check(root).findings
     assert finding.code == "unsaved-parameters"
-    assert finding.advice.startswith("nothing is lost where parameters share their memory")
+    assert finding.advice.startswith("nothing is lost if the parameters share their memory")

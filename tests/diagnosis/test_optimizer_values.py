@@ -126,9 +126,9 @@ def test_the_sentence_names_number_type_and_effect(tmp_path: Path) -> None:
     (finding,) = check(tmp_path).findings
     assert (
         str(finding)
-        == "optimizer.bin: 'step' of 4 parameters is 9984 in BF16, which counts to 256 (expected "
-        "F32); a load keeps the type, adding 1 changes nothing, and the bias correction stays "
-        "as it is"
+        == "optimizer.bin: 'step' of 4 parameters is 9984 in BF16, which cannot count past 256 "
+        "(expected F32); a load keeps the dtype, so adding 1 changes nothing and the bias "
+        "correction stays constant"
     )
     assert check(tmp_path).status == 1
 

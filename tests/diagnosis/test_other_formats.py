@@ -71,13 +71,13 @@ def keras(path: Path) -> None:
 
 
 OTHERS: tuple[tuple[Callable[[Path], None], str], ...] = (
-    (npz, "npz archive of numpy"),
+    (npz, "numpy npz archive"),
     (npy, "numpy array"),
     (gguf, "GGUF model"),
     (onnx, "ONNX model"),
-    (torch_export, "program of torch.export"),
-    (torch_export_before_2_7, "program of torch.export"),
-    (keras, "zip archive of another program"),
+    (torch_export, "torch.export program"),
+    (torch_export_before_2_7, "torch.export program"),
+    (keras, "zip archive from another program"),
 )
 NAMES = [make.__name__ for make, _ in OTHERS]
 
@@ -216,7 +216,7 @@ class TestTorchScript:
         torchscript(tmp_path / "model.pt")
         receipt = seal(tmp_path)
         assert receipt.unreadable == (
-            "model.pt: a TorchScript archive: it holds code next to its state",
+            "model.pt: a TorchScript archive, which contains code as well as state",
         )
         for data in (False, True):
             report = verify(tmp_path, data=data)
@@ -248,7 +248,7 @@ class TestTorchScript:
         for path in (tmp_path, tmp_path / "model.pt"):
             with pytest.raises(
                 UsageError,
-                match=r"holds no weights of a model; not read: model\.pt: a TorchScript",
+                match=r"has no model weights; not read: model\.pt: a TorchScript",
             ):
                 diff(path, path)
 
@@ -424,7 +424,7 @@ def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, 
     if name.endswith(".bin"):
         assert check(tmp_path).status == 0
         return
-    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint files"):
         check(tmp_path)
 
 
@@ -441,7 +441,7 @@ def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
     assert report.findings == ()
     assert [line for line in report.not_checked if line.startswith(("exported", "scripted"))] == [
         "exported.pt: a program of torch.export, not a format that ckptfix reads",
-        "scripted.pt: a TorchScript archive: it holds code next to its state",
+        "scripted.pt: a TorchScript archive, which contains code as well as state",
     ]
     seal(folder)
     assert verify(folder, data=True).status == 0

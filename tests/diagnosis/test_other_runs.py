@@ -64,7 +64,7 @@ def test_the_highest_number_of_an_older_run_is_not_taken(
     with pytest.raises(UsageError) as raised:
         latest_checkpoint(folder)
     words = str(raised.value)
-    assert "checkpoint-7 and checkpoint-3 are of two runs (step 1: " in words
+    assert "checkpoint-7 and checkpoint-3 come from different runs (step 1: " in words
     assert "max_steps 3 and 7" in words
     calls = [
         f"trainer.train(resume_from_checkpoint='{folder}/checkpoint-{number}')" for number in (3, 7)
@@ -72,9 +72,9 @@ def test_the_highest_number_of_an_older_run_is_not_taken(
     assert words.endswith(" or ".join(calls))
     status, out, _ = said("check", "-r", folder)
     assert status == 1
-    assert "checkpoint-7 and checkpoint-3 are of two runs" in out
+    assert "checkpoint-7 and checkpoint-3 come from different runs" in out
     assert (
-        "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete, and contradict "
+        "no checkpoint to resume from: checkpoint-7 and checkpoint-3 are complete but contradict "
         "each other" in out
     )
     (answer,) = json.loads(said("check", "-r", folder, "--json")[1])["resume"]
@@ -87,7 +87,7 @@ def test_the_newest_complete_one_of_the_other_run_is_named(
 ) -> None:
     folder = put(put(tmp_path / "run", older, 7), newer, 1, 2, 3)
     (folder / "checkpoint-3/model.safetensors").unlink()
-    with pytest.raises(UsageError, match="checkpoint-7 and checkpoint-2 are of two runs"):
+    with pytest.raises(UsageError, match="checkpoint-7 and checkpoint-2 come from different runs"):
         latest_checkpoint(folder)
     shutil.rmtree(folder / "checkpoint-2")
     shutil.rmtree(folder / "checkpoint-1")
@@ -130,11 +130,11 @@ def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(
     assert latest_checkpoint(tmp_path / "run") == newest
     status, out, _ = said("check", "-r", tmp_path / "run")
     assert status == 1
-    assert "checkpoint-5 and checkpoint-4 are of two runs (step 4: loss " in out
-    assert "and checkpoint-4 was saved before; next: move checkpoint-4 out of the folder" in out
+    assert "checkpoint-5 and checkpoint-4 come from different runs (step 4: loss " in out
+    assert "and checkpoint-4 was saved earlier; next: move checkpoint-4 out of the folder" in out
     assert f"resume from {newest}" in out
     os.utime(abandoned / "trainer_state.json", (1e9 + 300, 1e9 + 300))
-    with pytest.raises(UsageError, match="checkpoint-5 and checkpoint-4 are of two runs"):
+    with pytest.raises(UsageError, match="checkpoint-5 and checkpoint-4 come from different runs"):
         latest_checkpoint(tmp_path / "run")
 
 
@@ -241,12 +241,12 @@ def test_a_run_without_logs_is_told_by_its_floating_point_operations(
     hour = time.time() - 3600
     os.utime(folder / "checkpoint-3/trainer_state.json", (hour, hour))
     with pytest.raises(
-        UsageError, match=r"checkpoint-3 and checkpoint-2 are of two runs \(total_flos "
+        UsageError, match=r"checkpoint-3 and checkpoint-2 come from different runs \(total_flos "
     ):
         latest_checkpoint(folder)
     status, out, _ = said("check", "-r", folder)
     assert status == 1
-    assert "which only grows" in out
+    assert "although it only grows" in out
 
 
 def test_another_max_steps_counts_where_the_lower_number_is_days_newer(tmp_path: Path) -> None:
@@ -278,6 +278,6 @@ def test_times_warn_and_change_no_choice(
     code, out, _ = said("check", "-r", folder)
     assert code == status
     assert (
-        "checkpoint_2 was saved 3 days after checkpoint_7, which may be of an older run" in out
+        "checkpoint_2 was saved 3 days after checkpoint_7, which may belong to an older run" in out
     ) == bool(status)
     assert f"resume from {folder}/checkpoint_7" in out

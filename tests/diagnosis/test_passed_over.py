@@ -97,7 +97,7 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     ),
     "weights alone": (
         only("model.safetensors"),
-        "weights alone, with neither random_states_0.pkl",
+        "only weights: to resume, it needs random_states_0.pkl",
     ),
     "empty file": (written("optimizer.bin", ""), "is empty"),
     "cut file": (written("optimizer.bin", "PK\x03\x04"), "optimizer.bin"),
@@ -208,8 +208,8 @@ def test_a_run_of_exports_has_nothing_to_resume_from(tmp_path: Path, said: Said)
     last = said("check", "-r", tmp_path / "run")[1].splitlines()[-1]
     assert (
         last == f"{tmp_path}/run: no checkpoint to resume from: checkpoint-3, checkpoint-2, "
-        "checkpoint-1, checkpoint-0: weights alone, with neither random_states_0.pkl of "
-        "save_state nor the Trainer's trainer_state.json to resume from"
+        "checkpoint-1, checkpoint-0: only weights: to resume, it needs random_states_0.pkl "
+        "(save_state) or trainer_state.json (Trainer)"
     )
 
 
@@ -245,9 +245,7 @@ def test_the_summary_counts_them_apart(tmp_path: Path, said: Said) -> None:
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 0
     assert "2 checkpoints: 2 not resumable" in out
-    assert (
-        out.count("  not resumable: latest_checkpoint passes over it: no random_states_0.pkl") == 2
-    )
+    assert out.count("  not resumable: latest_checkpoint skips it: no random_states_0.pkl") == 2
 
 
 def test_a_state_that_is_cut_where_check_does_not_read(tmp_path: Path, said: Said) -> None:
@@ -261,6 +259,6 @@ def test_a_state_that_is_cut_where_check_does_not_read(tmp_path: Path, said: Sai
             f'{{"global_step": {number}, "log_history": [{history}'
         )
     _, out, _ = said("check", "-r", tmp_path)
-    newest = "the newest one that a load takes, but check found problems in it"
+    newest = "the newest one that a load accepts, but check found problems in it"
     assert f"resume from {tmp_path / 'checkpoint-4'}, {newest}" in out
-    assert "; newer, and not complete: checkpoint-6: trainer_state.json: not JSON" in out
+    assert "; newer but incomplete: checkpoint-6: trainer_state.json: not JSON" in out

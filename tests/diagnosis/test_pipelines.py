@@ -53,7 +53,7 @@ def test_a_component_whose_config_is_of_another_class_is_told(pipeline: Path) ->
     )
     (finding,) = ckptfix.check(pipeline).findings
     assert finding.code == "incomplete-checkpoint"
-    assert "lists AutoencoderKL for unet/, whose config.json is of UNet2DConditionModel" in str(
+    assert "lists AutoencoderKL for unet/, but unet/config.json is for UNet2DConditionModel" in str(
         finding
     )
 
@@ -89,7 +89,7 @@ def test_a_tokenizer_without_words_is_told(
     (finding,) = ckptfix.check(pipeline).findings
     assert finding.code == "missing-model"
     assert str(finding).startswith(words)
-    assert "loads an empty vocabulary in its place" in str(finding)
+    assert "silently loads an empty vocabulary instead" in str(finding)
     assert run(["check", "-r", str(pipeline)]) == 1
 
 

@@ -156,7 +156,7 @@ def test_layer_types_of_another_length(name: str, more: int, tmp_path: Path) -> 
 def test_the_advice_for_removed_layers_leads_to_a_load(tmp_path: Path) -> None:
     write(tmp_path, without("layers.1.")(saved(tmp_path, "Qwen2ForCausalLM")))
     (finding,) = check(tmp_path).findings
-    assert "correct num_hidden_layers and layer_types (an item for each layer)" in finding.advice
+    assert "correct num_hidden_layers and layer_types (one item per layer)" in finding.advice
     reconfigure(tmp_path, num_hidden_layers=1)
     assert load(tmp_path).endswith("Error")
     assert told(tmp_path) == [ERROR]

@@ -148,10 +148,10 @@ def test_a_config_that_names_the_format_of_the_weights_is_healthy(
 
 
 UNNAMED = {
-    "fp8": ("0 random, 14 unused", "takes the weights without their scales"),
+    "fp8": ("0 random, 14 unused", "uses the weights without their scales"),
     "mxfp4": ("4 random, 8 unused", "leaves the experts random"),
     "bnb 4": ("RuntimeError", "fails with 'size mismatch'"),
-    "bnb 8": ("0 random, 28 unused", "takes the 8-bit numbers for weights"),
+    "bnb 8": ("0 random, 28 unused", "uses the 8-bit numbers as weights"),
     "gptq": ("14 random, 42 unused", "leaves these layers random"),
     "awq": ("14 random, 42 unused", "leaves these layers random"),
 }
@@ -190,17 +190,37 @@ def test_plain_weights_under_a_config_that_names_a_method(name: str, tmp_path: P
 
 
 LOST: dict[str, tuple[str, str, str]] = {
-    "no scales": ("bnb 8", ".SCB", "14 weights without a part"),
-    "one scale is gone": ("bnb 8", "0.self_attn.q_proj.SCB", "1 weight without a part"),
+    "no scales": (
+        "bnb 8",
+        ".SCB",
+        "14 weights in the format of bitsandbytes with 8 bits are incomplete",
+    ),
+    "one scale is gone": (
+        "bnb 8",
+        "0.self_attn.q_proj.SCB",
+        "1 weight in the format of bitsandbytes with 8 bits is incomplete",
+    ),
     "a scale without its weight": ("bnb 8", "0.self_attn.q_proj.weight", "q_proj.weight'"),
-    "no scales of 4 bits": ("bnb 4", ".absmax", "14 weights without a part"),
-    "no map": ("bnb 4", "0.self_attn.q_proj.weight.quant_map", "1 weight without a part"),
+    "no scales of 4 bits": (
+        "bnb 4",
+        ".absmax",
+        "14 weights in the format of bitsandbytes with 4 bits are incomplete",
+    ),
+    "no map": (
+        "bnb 4",
+        "0.self_attn.q_proj.weight.quant_map",
+        "1 weight in the format of bitsandbytes with 4 bits is incomplete",
+    ),
     "no state": (
         "bnb 4",
         "0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4",
         "bitsandbytes__nf4'",
     ),
-    "blocks alone": ("mxfp4", "0.mlp.experts.down_proj_scales", "1 weight without a part"),
+    "blocks alone": (
+        "mxfp4",
+        "0.mlp.experts.down_proj_scales",
+        "1 weight in the format of mxfp4 is incomplete",
+    ),
     "scales alone": ("mxfp4", "0.mlp.experts.down_proj_blocks", "down_proj_blocks'"),
 }
 
@@ -333,7 +353,8 @@ def test_what_is_not_judged(what: str, tmp_path: Path) -> None:
 def test_an_unknown_method_is_said_not_to_be_checked(tmp_path: Path) -> None:
     root = model(tmp_path, "gptq", configured=False, quantized=False)
     reconfigure(root, quantization_config={"quant_method": "aqlm"})
-    assert any("its method 'aqlm' is not known here" in words for words in check(root).not_checked)
+    told = check(root).not_checked
+    assert any("ckptfix does not know the method 'aqlm'" in words for words in told)
 
 
 def test_a_quantization_without_a_method(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_a_compressed_shard_is_named(
     packed.write_bytes(compress(shard.read_bytes()))
     shard.unlink()
     (finding,) = findings(folder)
-    assert str(finding).endswith(f"; {packed.name!r} is there, compressed")
+    assert str(finding).endswith(f"; found compressed: {packed.name!r}")
     assert finding.advice_at("s3://bucket/model") == f"unpack {packed.name!r}"
     _, _, command = finding.advice_at(str(folder.path)).partition(": ")
     if shutil.which(command.split()[0]) is None:
@@ -337,7 +337,7 @@ def test_a_shard_in_two_compressed_forms_counts_once(saved: Any, tmp_path: Path)
     second.rename(tmp_path / second.name)
     (finding,) = findings(folder)
     command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
-    assert command == f"unpack what is compressed: gunzip {first}.gz"
+    assert command == f"unpack the compressed shard: gunzip {first}.gz"
     assert rest == "copy the other shards again from where they came"
     subprocess.run(command.partition(": ")[2], shell=True, check=True)
     (tmp_path / second.name).rename(second)

@@ -124,7 +124,7 @@ def test_a_scheduler_and_a_custom_object_that_were_exchanged_are_told(tmp_path: 
     root = exchanged(Run().save(tmp_path / "checkpoint_0"), SCHEDULER, CUSTOM)
     ((code, severity, sentence),) = told(root)
     assert (code, severity) == ("wrong-state", "error")
-    assert sentence.endswith(f"; it was exchanged with {SCHEDULER}")
+    assert sentence.endswith(f"; swapped with {SCHEDULER}")
 
 
 def test_a_module_that_was_exported_under_the_name_of_a_model_is_healthy(tmp_path: Path) -> None:
@@ -235,6 +235,6 @@ def test_two_states_of_one_kind_that_were_exchanged_load_and_are_told(
     made.accelerator.load_state(str(root))
     (sentence,) = (sentence for _, severity, sentence in told(root) if severity == "warning")
     assert (
-        sentence == f"{kind}.bin: it holds {'an' if kind == 'optimizer' else 'a'} {kind}, saved as "
-        f"{kind}_1.bin (expected its own state); it was exchanged with {kind}_1.bin"
+        sentence == f"{kind}.bin: it holds {'an' if kind == 'optimizer' else 'a'} {kind}, saved "
+        f"as {kind}_1.bin (expected its own state); swapped with {kind}_1.bin"
     )

@@ -212,7 +212,7 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert is_loaded or check(newest).status == 1
     _, out, _ = said("check", "-r", run)
     has_problems = "but check found problems in it" in out.splitlines()[-1]
-    kind = "one that a load takes, but check found problems" if has_problems else "complete one"
+    kind = "one that a load accepts, but check found problems" if has_problems else "complete one"
     assert f"resume from {expected}, the newest {kind}" in out
 
 
@@ -364,7 +364,7 @@ def test_a_position_of_a_dataloader_is_a_note(tmp_path: Path) -> None:
     report = check(newest)
     (finding,) = report.findings
     assert str(finding) == "dl_state_dict.bin is missing: 2 of 2 checkpoints next to it have it"
-    assert "the epoch begins again" in finding.advice
+    assert "the epoch starts over" in finding.advice
     assert report.status == 0
     assert latest_checkpoint(tmp_path) == newest
 
@@ -384,7 +384,7 @@ def test_a_run_of_plain_dcp_folders(tmp_path: Path, said: Said) -> None:
     with pytest.warns(UserWarning, match="passed over step_3"):
         assert latest_checkpoint(tmp_path) == tmp_path / "step_2"
     os.unlink(next((tmp_path / "step_2").glob("*.distcp")))
-    with pytest.warns(UserWarning, match="step_2: __0_0.distcp: nothing of rank 0"):
+    with pytest.warns(UserWarning, match="step_2: __0_0.distcp: every file of rank 0 is missing"):
         assert latest_checkpoint(tmp_path) == tmp_path / "step_1"
     assert said("check", "-r", tmp_path)[0] == 1
     assert "resume from" in said("check", "-r", tmp_path)[1].splitlines()[-1]
@@ -406,4 +406,4 @@ def test_neither_accelerate_nor_the_trainer_resumes_from_a_plain_dcp_folder(
     for number in (1, 2):
         plain_dcp(tmp_path / name.format(number))
     report = check(tmp_path / name.format(2), resumes=True)
-    assert (report.status, "dcp.load reads it" in report.not_resumable) == (0, True)
+    assert (report.status, "dcp.load reads but load_state" in report.not_resumable) == (0, True)

@@ -57,8 +57,8 @@ def test_converted_weights_next_to_their_optimizer(tmp_path: Path) -> None:
         "load_state rounds the weights"
     )
     assert rounded(root) == [
-        "model.safetensors: 'bias' has dtype I8, and optimizer.bin has moments of it (expected "
-        "floating point numbers; 1 parameter more)"
+        "model.safetensors: 'bias' has dtype I8, but optimizer.bin has moments for it (expected "
+        "a floating-point dtype; 1 more parameter)"
     ]
     with pytest.warns(
         UserWarning, match="passed over checkpoint_1: model.safetensors: 'bias' has dtype I8"

@@ -58,11 +58,11 @@ def test_a_file_of_the_save_that_is_gone_or_of_another_size_is_an_error(folder: 
     finding = only(folder)
     assert isinstance(finding, MissingFile)
     assert (finding.saved, finding.have) == (5091, None)
-    assert str(finding) == "optimizer.bin is missing; the save wrote it with 5091 bytes"
+    assert str(finding) == "optimizer.bin is missing; the save wrote 5091 bytes"
     assert repair(folder).status == check(folder).status == verify(folder).status == 1
     torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
     size = (folder / "optimizer.bin").stat().st_size
-    assert str(only(folder)) == f"optimizer.bin has {size} bytes; the save wrote it with 5091 bytes"
+    assert str(only(folder)) == f"optimizer.bin has {size} bytes; the save wrote 5091 bytes"
     shutil.copyfile(CLEAN / "random_states_0.pkl", folder / "optimizer.bin")
     assert only(folder).code == "wrong-state", "it explains the other size"
 
@@ -87,7 +87,7 @@ def test_the_manifest_of_a_repaired_folder_is_not_relied_on(folder: Path) -> Non
     (folder / "optimizer.bin").unlink()
     report = check(folder)
     assert [finding.code for finding in report.findings if isinstance(finding, MissingFile)] == []
-    assert any("a repair changed some since" in words for words in report.not_checked)
+    assert any("a repair has changed some of them" in words for words in report.not_checked)
 
 
 def test_a_repair_and_its_undo_lose_no_file(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_what_salvage_lost_is_said_until_it_is_there_again(folder: Path, tmp_pat
     assert incomplete(tmp_path / "new") == "it was salvaged: 1 tensor lost"
     (tmp_path / "new" / "salvage.json").unlink()
     assert [str(one) for one in check(tmp_path / "new").findings] == [
-        "optimizer.bin: it has moments of shape [3, 8], and no weights have such a shape (4 "
-        "parameters in the optimizer, 3 tensors of weights)"
+        "optimizer.bin: moments of shape [3, 8], which no weights have (4 parameters in the "
+        "optimizer, 3 weight tensors)"
     ]
     assert incomplete(tmp_path / "new") is None
 
@@ -184,7 +184,7 @@ def test_a_hostile_report_is_counted_and_no_more(tmp_path: Path) -> None:
     )
     losses = read_losses(tmp_path)
     assert losses is not None
-    assert str(losses) == "3 tensors and 2 files lost, 1 tensor or file kept though damaged"
+    assert str(losses) == "3 tensors and 2 files lost, 1 damaged tensor or file kept"
 
 
 def test_a_report_that_is_no_file_or_far_too_long_is_not_read(folder: Path) -> None:
@@ -211,23 +211,23 @@ def index_alone(folder: Path) -> None:
     [
         (
             cut("model.safetensors", 5),
-            r"model\.safetensors: the last tensor ends at byte 636, the file has 631",
+            r"model\.safetensors: the last tensor ends at byte 636, but the file has only 631 bytes",
         ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(bytes(636)),
-            r"model\.safetensors: all zeros",
+            r"model\.safetensors: zeros instead of a header",
         ),
         (
             lambda folder: write_safetensors(
                 folder / "model.safetensors", {"a": b"1"}, tail=b"xyz"
             ),
-            r"model\.safetensors: 3 bytes follow",
+            r"model\.safetensors: 3 bytes after its end",
         ),
         (
             index_alone,
             (
-                r"model-00001-of-00002\.safetensors is missing, which"
-                r" model\.safetensors\.index\.json names"
+                r"model-00001-of-00002\.safetensors is missing, but"
+                r" model\.safetensors\.index\.json lists it"
             ),
         ),
         (
@@ -326,8 +326,9 @@ def test_a_config_below_without_its_weights(folder: Path, library: str) -> None:
     (finding,) = report.findings
     assert isinstance(finding, MissingModel)
     assert (str(finding.path), finding.model, report.status) == (f"unet/{name}", model, 1)
-    assert f"unet/ has no weights: {name} is of {model}, which cannot be loaded (expected " in str(
-        finding
+    assert (
+        f"unet/ has no weights: {name} describes {model}, which cannot be loaded (expected "
+        in str(finding)
     )
 
 
@@ -402,8 +403,8 @@ def test_what_a_cut_copy_left_is_named(folder: Path, name: str) -> None:
         ".__0_0.distcp.a8XkQ1": "__0_0.distcp",
     }
     wanted["..metadata.a8XkQ1"] = ".metadata"
-    missing = f", and {wanted[name]} is missing" if name in wanted else ""
-    assert str(finding) == f"{name} was left by a save or a copy that was cut short{missing}"
+    missing = f"; {wanted[name]} is missing" if name in wanted else ""
+    assert str(finding) == f"{name}: left over from an interrupted save or copy{missing}"
     assert not any(name in words for words in check(folder).not_checked)
 
 

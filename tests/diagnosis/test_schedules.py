@@ -169,12 +169,9 @@ def test_base_rates_are_told_exactly_where_the_next_steps_fail(
     of_scheduler, of_optimizer = folders
     shutil.copy(of_scheduler / "scheduler.bin", of_optimizer)
     goes_on = Run(counts[1], make).goes_on(of_optimizer)
-    rates, have = (
-        ("1 base learning rate", "have") if counts[0] == 1 else ("2 base learning rates", "has")
-    )
+    rates = "1 base learning rate" if counts[0] == 1 else "2 base learning rates"
     sentence = (
-        f"scheduler.bin: {rates} (expected {counts[1]}, as the param groups of optimizer.bin "
-        f"{have})"
+        f"scheduler.bin: {rates} (expected {counts[1]}, one for each param group of optimizer.bin)"
     )
     # Its file looks like that of LambdaLR, and nothing else says that its next step goes on.
     assert told(of_optimizer) == ([] if goes_on and name != "MultiplicativeLR" else [sentence])
@@ -247,8 +244,8 @@ def test_of_several_optimizers_none_may_fit(tmp_path: Path) -> None:
     assert told(root) == []
     shutil.copy(of_two / "optimizer.bin", root)
     assert told(root) == [
-        "scheduler_1.bin: 1 base learning rate (expected 2, as the param groups of optimizer_1.bin "
-        "have)"
+        "scheduler_1.bin: 1 base learning rate (expected 2, one for each param group of "
+        "optimizer_1.bin)"
     ]
     shutil.copy(root / "scheduler.bin", root / "scheduler_2.bin")
     assert told(root) == []

@@ -115,7 +115,7 @@ def test_the_run_is_not_resumed_from_the_other_of_two_saves_with_the_same_weight
     shutil.rmtree(run_of_trainer / "checkpoint-4")
     assert run(["check", "-r", str(run_of_trainer)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"resume from {run_of_trainer}/checkpoint-3, the newest one that a load takes, but check found "
+        f"resume from {run_of_trainer}/checkpoint-3, the newest one that a load accepts, but check found "
         f"problems in it (see above); the newest one without problems: "
         f"{run_of_trainer}/checkpoint-1"
     )
@@ -131,8 +131,8 @@ def test_a_newer_optimizer_in_an_older_checkpoint_is_told_there(
         ((severity, words),) = told(folder, **options)
         assert severity == "warning"
         assert words.startswith(
-            f"{OPTIMIZER}: optimizer state of checkpoint-{source}, which is later: its step "
-            f"{source} belongs to last_epoch in {SCHEDULER} {source} (expected that of {target})"
+            f"{OPTIMIZER}: optimizer state of checkpoint-{source}, a later save: its step "
+            f"{source} fits last_epoch in {SCHEDULER} = {source} (expected {target})"
         )
     others = {1, 2, 3, 4} - {target}
     assert [told(run_of_trainer / f"checkpoint-{number}") for number in others] == [[], [], []]

@@ -41,7 +41,7 @@ def test_a_copy_as_text_is_damage_that_no_cut_repairs(path: Path, tmp_path: Path
         load_file(path)
     (finding,) = check(path.parent).findings
     assert finding.code == "malformed-file"
-    assert "a copy as text" in str(finding)
+    assert "copied in text mode" in str(finding)
     before = path.read_bytes()
     assert repair(path.parent, policy=TRIM).status == 1
     assert path.read_bytes() == before

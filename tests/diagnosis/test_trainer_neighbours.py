@@ -119,8 +119,8 @@ DAMAGE: dict[str, tuple[Change, str, str]] = {
         changed(reshaped),
         "fails",
         (
-            f"{WEIGHTS}: it holds 25 tensors, 25 of them with other keys or shapes (expected 25 "
-            "tensors, as in 3 checkpoints next to it)"
+            f"{WEIGHTS}: it holds 25 tensors, 25 of them with different keys or shapes (expected "
+            "25 tensors, as in 3 checkpoints next to it)"
         ),
     ),
     "groups": (
@@ -313,7 +313,7 @@ def test_an_adapter_next_to_the_merged_model(
     settings["base_model_name_or_path"] = str(tmp_path / "base")
     (last / "adapter_config.json").write_text(json.dumps(settings))
     assert run_command(["check", "--load", str(last)])
-    assert "the Trainer passes over it" in capsys.readouterr().out
+    assert "the Trainer ignores it" in capsys.readouterr().out
     # A run of the whole model, to which a script added an adapter.
     shutil.rmtree(tmp_path / "run")
     trainer_in(tmp_path / "run").train()

@@ -150,7 +150,7 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 _CONVERTED_WEIGHTS = (
-    "transformers saves some weights of this model in other shapes; numbers of elements are "
+    "transformers saves some weights of this model in other shapes; only element counts were "
     "compared"
 )
 _SKIPPED = {
@@ -158,8 +158,8 @@ _SKIPPED = {
     "frozen experts": _CONVERTED_WEIGHTS,
     "split queries": _CONVERTED_WEIGHTS,
     "frozen, with split queries": _CONVERTED_WEIGHTS,
-    "prefix": "the folder may not have all weights of it",
-    "adafactor": "its class may keep other shapes; only numbers of parameters are compared",
+    "prefix": "the folder may not have all of its weights",
+    "adafactor": "its class may keep other shapes; only parameter counts were compared",
 }
 """Runs whose optimizer is not fully compared -> why."""
 
@@ -192,9 +192,9 @@ def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes "
-        "[16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [16], [16, 16], [16, "
-        "48] and 2 more)"
+        "optimizer.pt: does not match the weights (expected parameters for 21 weight tensors of "
+        "shapes [16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [16], [16, "
+        "16], [16, 48] and 2 more)"
     ]
 
 
@@ -209,9 +209,9 @@ def test_an_optimizer_with_as_many_elements_in_other_shapes_is_reported(tmp_path
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 21 tensors of shapes "
-        "[16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [8, 32], [16], [16, "
-        "32] and 2 more)"
+        "optimizer.pt: does not match the weights (expected parameters for 21 weight tensors of "
+        "shapes [16], [16, 16], [16, 32] and 2 more; found 21 parameters of shapes [8, 32], "
+        "[16], [16, 32] and 2 more)"
     ]
 
 
@@ -248,8 +248,8 @@ def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path)
     with pytest.raises(RuntimeError):
         run(tmp_path / "c", lora(r=8), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == [
-        "optimizer.pt: does not fit the weights (expected the parameters of 8 tensors of shapes "
-        "[8, 16], [16, 8]; found 8 parameters of shapes [4, 16], [16, 4])"
+        "optimizer.pt: does not match the weights (expected parameters for 8 weight tensors of "
+        "shapes [8, 16], [16, 8]; found 8 parameters of shapes [4, 16], [16, 4])"
     ]
 
 
@@ -263,6 +263,4 @@ def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, root / "model.safetensors", {"format": "pt"})
     run(tmp_path / "c", llama(), resumed=str(root), max_steps=4)
-    assert told(root) == [
-        "optimizer.pt: it has 21 parameters, and the checkpoint has 20 tensors of weights"
-    ]
+    assert told(root) == ["optimizer.pt: 21 parameters, but the checkpoint has 20 weight tensors"]

@@ -83,7 +83,7 @@ def change(checkpoint: Path, edit: Change) -> None:
 
 
 NO_CONTROL = (
-    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes and fails at its next '
+    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes but fails at its next "'
     "save"
 )
 NO_BATCH_SIZE = 'no "train_batch_size", so transformers 5 fails to resume'
@@ -104,14 +104,20 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "step 0": (
         lambda s: s.update(global_step=0),
-        '"global_step" is 0, and the folder is of step 2, so the Trainer resumes from step 0',
+        (
+            '"global_step" is 0 (expected 2, as in the name of the folder), so the Trainer resumes '
+            "from step 0"
+        ),
     ),
     "another step": (
         lambda s: s.update(global_step=4),
-        '"global_step" is 4, and the folder is of step 2, so the Trainer resumes from step 4',
+        (
+            '"global_step" is 4 (expected 2, as in the name of the folder), so the Trainer resumes '
+            "from step 4"
+        ),
     ),
-    "a text as step": (lambda s: s.update(global_step="2"), '"global_step" is not a count'),
-    "a float as step": (lambda s: s.update(global_step=2.0), '"global_step" is not a count'),
+    "a text as step": (lambda s: s.update(global_step="2"), '"global_step" is not a valid count'),
+    "a float as step": (lambda s: s.update(global_step=2.0), '"global_step" is not a valid count'),
     "a dict as history": (
         lambda s: s.update(log_history={}),
         '"log_history" is not a list, so the Trainer fails at its next log',
@@ -166,7 +172,9 @@ def test_the_trainer_resumes_from_a_wrong_step(checkpoint: Path) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert steps[0] == 2
     (warning,) = (one for one in check(checkpoint).findings if one.severity.value == "warning")
-    assert "the folder is of step 2, so the Trainer resumes from step 1" in str(warning)
+    assert "(expected 2, as in the name of the folder), so the Trainer resumes from step 1" in str(
+        warning
+    )
     assert "cannot resume" not in f"{warning} {warning.advice}"
 
 
@@ -212,28 +220,28 @@ def test_a_state_from_which_the_trainer_resumes_is_passed(
         (
             lambda s: s.pop("stateful_callbacks"),
             (
-                'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", as '
-                "before transformers 4.41; transformers 5 resumes and fails at that save"
+                'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", like '
+                "saves before transformers 4.41; transformers 5 resumes but fails at that save"
             ),
         ),
         (
             lambda s: [s.pop(key) for key in ("stateful_callbacks", "train_batch_size")],
             (
-                'the Trainer\'s resume: trainer_state.json has no "train_batch_size", as before '
-                "transformers 4.36; transformers 5 refuses it"
+                'the Trainer\'s resume: trainer_state.json has no "train_batch_size", like saves '
+                "before transformers 4.36; transformers 5 refuses it"
             ),
         ),
         (
             lambda s: s.update(logging_steps=0),
             (
-                'the Trainer\'s next log: trainer_state.json has "logging_steps" 0, which a run '
-                "that logs by steps refuses"
+                'the Trainer\'s next log: "logging_steps" is 0 in trainer_state.json, and a run '
+                "that logs by steps refuses this value"
             ),
         ),
         (
             lambda s: s.update(own=1),
             (
-                "trainer_state.json: 'own' is unknown to transformers 5.23, whose Trainer refuses "
+                "trainer_state.json: unknown field 'own'; the Trainer of transformers 5.23 refuses "
                 "the file"
             ),
         ),
@@ -315,8 +323,8 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
     )
     assert (
         warning.advice
-        == f"if {name!r} is that file, rename it to model.safetensors; else copy model.safetensors "
-        f"again, or move {name!r} out of the folder if nothing loads model.safetensors"
+        == f"if {name!r} is that file, rename it to model.safetensors; otherwise copy "
+        f"model.safetensors again, or move {name!r} out of the folder if nothing loads model.safetensors"
     )
     with pytest.raises(
         UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"
@@ -342,7 +350,7 @@ def test_names_that_a_subclass_of_the_trainer_may_read_are_not_checked(
     report = check(checkpoint)
     assert report.status == 0
     assert (
-        f"weights: {names[0]!r} is there, and the Trainer does not look for that name"
+        f"weights: {names[0]!r} is there, but the Trainer does not look for that name"
         in report.not_checked
     )
     assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
@@ -441,9 +449,9 @@ def test_weights_alone_next_to_complete_checkpoints_are_a_warning(
     )
     assert (
         finding.advice
-        == "the Trainer goes on with a new optimizer and learning rate and new random states, and "
-        "says nothing; copy them again, or resume from a complete checkpoint; ignore this if "
-        "you keep it for its weights alone"
+        == "the Trainer silently continues with a new optimizer and learning rate and new random "
+        "states; copy them again, or resume from a complete checkpoint; ignore this if you keep "
+        "the checkpoint only for its weights"
     )
 
 
@@ -526,13 +534,13 @@ def test_a_checkpoint_or_an_export_without_weights(
     else:
         with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
             trainer_in(tmp_path / "out")._load_from_checkpoint(str(root))
-        with pytest.raises(UsageError, match="no weights of a model"):
+        with pytest.raises(UsageError, match="no model weights"):
             ckptfix.latest_checkpoint(root.parent)
     shown = "training_args.bin" if is_export else "optimizer.pt"
     warning = warning_of(root)
     assert (warning.code, str(warning)) == (
         "incomplete-checkpoint",
-        f"{name} is missing: {shown} is there, and no file with weights",
+        f"{name} is missing: {shown} is there, but no file with weights",
     )
     assert warning.advice.startswith(
         "the Trainer cannot resume without it, and no library can load the model;"
@@ -579,8 +587,8 @@ def test_the_empty_adapter_of_zero_3_without_gathered_weights(
         (note,) = (one for one in report.findings if one.code == "incomplete-adapter")
         assert (
             str(note)
-            == "adapter_model.safetensors: it holds no tensors; PEFT loads nothing, and warns; a "
-            "resume with DeepSpeed reads global_step2/"
+            == "adapter_model.safetensors: it holds no tensors; PEFT loads nothing, and only warns; "
+            "a resume with DeepSpeed reads global_step2/"
         )
         with pytest.raises(UsageError, match=r"adapter_model\.safetensors holds no tensors"):
             ckptfix.latest_checkpoint(lora_checkpoint.parent)
@@ -616,7 +624,7 @@ def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
     warning = warning_of(lora_checkpoint)
     assert str(warning) == "adapter_config.json is missing: adapter_model.safetensors is there"
     assert warning.advice.startswith(
-        "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy"
+        "the Trainer resumes without it, but PeftModel.from_pretrained fails; copy"
     )
     assert ckptfix.latest_checkpoint(lora_checkpoint.parent) == lora_checkpoint
 
@@ -663,9 +671,9 @@ def test_a_state_that_was_exchanged_with_the_training_arguments_is_told(
     assert (
         str(finding)
         == f"{name}: it holds the Trainer's training arguments, saved as training_args.bin "
-        f"(expected {NOUNS[name]}); it was exchanged with training_args.bin"
+        f"(expected {NOUNS[name]}); swapped with training_args.bin"
     )
-    assert finding.advice.startswith("the Trainer's resume fails: give")
+    assert finding.advice.startswith("the Trainer's resume fails: swap")
 
 
 NOUNS = {
@@ -689,8 +697,8 @@ def test_random_states_that_got_a_rank_are_told(
     finding = warning_of(checkpoint)
     assert (
         str(finding)
-        == "rng_state.pth is missing: rng_state_0.pth was saved under this name, by a run of one "
-        "process"
+        == "rng_state.pth is missing: a run of one process saved rng_state_0.pth under this "
+        "name"
     )
     assert "rename it to rng_state.pth" in finding.advice
     (checkpoint / "rng_state_0.pth").rename(checkpoint / "rng_state.pth")
@@ -698,7 +706,7 @@ def test_random_states_that_got_a_rank_are_told(
     # A node of a run of several processes has those of its own ranks.
     (checkpoint / "rng_state.pth").unlink()
     torch.save({"python": (3, (), None)}, checkpoint / "rng_state_0.pth")
-    assert all("was saved under" not in str(one) for one in check(checkpoint).findings)
+    assert all("a run of one process saved" not in str(one) for one in check(checkpoint).findings)
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,13 @@ def exchanged(folder: Path) -> Path:
 
 def test_exchanged_folders_are_not_taken_by_their_numbers(tmp_path: Path, said: Said) -> None:
     folder = exchanged(saved(tmp_path / "run"))
-    words = "checkpoint_4 is of optimizer step 9, and checkpoint_2 of step 15 was saved after it"
+    words = (
+        "checkpoint_4 is at optimizer step 9, checkpoint_2 at step 15, and checkpoint_2 was saved "
+        "later"
+    )
     status, out, _ = said("check", "-r", folder)
     assert status == 1
-    assert f"{words}; next: give exchanged folders their own names again" in out
+    assert f"{words}; next: give exchanged folders their original names" in out
     assert "the newest complete one" not in out
     with pytest.raises(UsageError, match=words) as raised:
         latest_checkpoint(folder)
@@ -73,8 +76,8 @@ def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
     status, out, _ = said("check", "-r", folder)
     assert status == 1
     assert (
-        "checkpoint_4 is of optimizer step 6, and checkpoint_3 of step 12: checkpoint_4 is a copy "
-        "of checkpoint_1, as of a restored backup, or of a run that went back to it\n"
+        "checkpoint_4 is at optimizer step 6, checkpoint_3 at step 12: checkpoint_4 is a copy of "
+        "checkpoint_1, as after restoring a backup, or in a run that went back to it\n"
     ) in out
     assert latest_checkpoint(folder).name == "checkpoint_4"
     answer = (
@@ -182,5 +185,5 @@ def test_a_lower_number_with_newer_files_is_told(tmp_path: Path, said: Said) -> 
     assert status == 0
     assert (
         f"resume from {folder / 'checkpoint_2'}, the newest complete one by its number (the files "
-        "of checkpoint_0 are 120 minutes newer, as of a second run in the folder, or of a copy)"
+        "of checkpoint_0 are 120 minutes newer, as after a second run in this folder or a copy)"
     ) in out

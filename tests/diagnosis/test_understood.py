@@ -113,8 +113,8 @@ def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
         "  optimizer  optimizer.bin (SGD): 2 parameters",
         "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
         (
-            "  random states: none saved; load_state loads the rest, without the random generators "
-            "and the step"
+            "  random states: none saved; load_state restores everything else, but not the random "
+            "generators and the step"
         ),
     ]
 
@@ -265,8 +265,8 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
         "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
         (
-            "  random states: none saved; load_state loads the rest, without the random generators "
-            "and the step"
+            "  random states: none saved; load_state restores everything else, but not the random "
+            "generators and the step"
         ),
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
@@ -367,14 +367,17 @@ NOT_OBJECTS = {
     "100 MB": (None, "longer than 1.0 MiB, so it was not read"),
 }
 WRONG_VALUES = {
-    "numbers as text": (b'{"vocab_size": "32000"}', '"vocab_size" is not a count'),
-    "a negative number": (b'{"num_hidden_layers": -1}', '"num_hidden_layers" is not a count'),
-    "infinity": (b'{"n_layer": Infinity}', '"n_layer" is not a count'),
-    "true": (b'{"n_layer": true}', '"n_layer" is not a count'),
-    "a dict of classes": (b'{"architectures": {"a": 1}}', '"architectures" is not a name'),
-    "an escape": (b'{"architectures": ["\\u001b[2J"]}', '"architectures" is not a name'),
-    "half a surrogate pair": (b'{"model_type": "\\ud800"}', '"model_type" is not a name'),
-    "a long name": (b'{"_class_name": "' + b"x" * 1000 + b'"}', '"_class_name" is not a name'),
+    "numbers as text": (b'{"vocab_size": "32000"}', '"vocab_size" is not a valid count'),
+    "a negative number": (b'{"num_hidden_layers": -1}', '"num_hidden_layers" is not a valid count'),
+    "infinity": (b'{"n_layer": Infinity}', '"n_layer" is not a valid count'),
+    "true": (b'{"n_layer": true}', '"n_layer" is not a valid count'),
+    "a dict of classes": (b'{"architectures": {"a": 1}}', '"architectures" is not a valid name'),
+    "an escape": (b'{"architectures": ["\\u001b[2J"]}', '"architectures" is not a valid name'),
+    "half a surrogate pair": (b'{"model_type": "\\ud800"}', '"model_type" is not a valid name'),
+    "a long name": (
+        b'{"_class_name": "' + b"x" * 1000 + b'"}',
+        '"_class_name" is not a valid name',
+    ),
 }
 
 
@@ -385,7 +388,7 @@ def test_a_broken_config_is_told_and_the_report_goes_on(
 ) -> None:
     content, problem = (NOT_OBJECTS | WRONG_VALUES)[case]
     if name == "adapter_config.json" and case in WRONG_VALUES:
-        content, problem = b'{"r": "8", "peft_type": 1}', '"r" is not a count'
+        content, problem = b'{"r": "8", "peft_type": 1}', '"r" is not a valid count'
     with open(folder / name, "wb") as file:
         file.write(content or b"")
         file.truncate(len(content) if content is not None else 100_000_000)
@@ -408,12 +411,12 @@ def test_a_broken_config_is_told_and_the_report_goes_on(
         (b"", "empty"),
         (b"[]", "not a JSON object"),
         (b"{}", 'no "global_step", so the Trainer starts again at step 0'),
-        (b'{"global_step": "5"}', '"global_step" is not a count'),
-        (b'{"global_step": true}', '"global_step" is not a count'),
+        (b'{"global_step": "5"}', '"global_step" is not a valid count'),
+        (b'{"global_step": true}', '"global_step" is not a valid count'),
         (b"[" * 60_000, "not a JSON object"),
         (b'{"a": ' * 60_000, "nested too deeply"),
         (b"\0" * 100_000, "not a JSON object"),
-        (b'{"a": "' + b"b" * 100_000, "no step in its first 64.0 KiB"),
+        (b'{"a": "' + b"b" * 100_000, 'no "global_step" in its first 64.0 KiB'),
     ],
 )
 def test_a_broken_state_of_the_trainer(content: bytes, problem: str, folder: Path) -> None:
@@ -511,7 +514,9 @@ def test_a_store_gets_one_request_for_each_config(monkeypatch: pytest.MonkeyPatc
 
     found, report = requests()
     assert report.understood.models[0].kind == "x"
-    assert report.understood.problems == ("trainer_state.json: no step in its first 64.0 KiB",)
+    assert report.understood.problems == (
+        'trainer_state.json: no "global_step" in its first 64.0 KiB',
+    )
     monkeypatch.setattr("ckptfix.diagnosis.check.understand", lambda diagnosis: Understood())
     assert found == {"config.json": 1, "adapter_config.json": 1, **requests()[0]}
 
@@ -540,7 +545,7 @@ def test_a_config_is_said_not_to_be_compared_with_the_weights(folder: Path) -> N
     """A check of another model's config in the folder ends with 0: its sizes are printed, and
     compared by nothing.
     """
-    words = "config.json against the weights: its sizes are read and not compared"
+    words = "config.json against the weights: its sizes are read but not compared"
     assert words not in check(folder).not_checked
     (folder / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 99}')
     report = check(folder)

@@ -90,7 +90,7 @@ def told(program: str, part: Path, folder: Path, name: str) -> str:
             f"{name} was not downloaded completely: {where} has {human_size(part.stat().st_size)} "
             "of it"
         )
-    return f"{where} was left by a save or a copy that was cut short, and {name} is missing"
+    return f"{where}: left over from an interrupted save or copy; {name} is missing"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
@@ -138,9 +138,7 @@ def test_a_download_next_to_its_file_is_left_over(
 def test_aria2_gives_a_file_its_name_before_it_is_complete(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     (folder / "optimizer.bin.aria2").write_bytes(b"\0\1")
-    assert problems(folder) == [
-        "optimizer.bin.aria2 was left by a save or a copy that was cut short"
-    ]
+    assert problems(folder) == ["optimizer.bin.aria2: left over from an interrupted save or copy"]
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def load(path: Path) -> Mapping[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "shape", "size", "words"),
     [
-        ("F6_E2M3", [4], 3, "'a' is of F6_E2M3, for which torch has no dtype"),
-        ("F6_E3M2", [0], 0, "'a' is of F6_E3M2, for which torch has no dtype"),
-        ("F4", [2, 3], 3, "'a' is of F4 and its last size is 3: torch loads even sizes alone"),
-        ("F4", [4, 1], 2, "'a' is of F4 and its last size is 1: torch loads even sizes alone"),
+        ("F6_E2M3", [4], 3, "'a' has dtype F6_E2M3, which torch does not have"),
+        ("F6_E3M2", [0], 0, "'a' has dtype F6_E3M2, which torch does not have"),
+        ("F4", [2, 3], 3, "'a' has dtype F4 and last dimension 3: torch loads only even sizes"),
+        ("F4", [4, 1], 2, "'a' has dtype F4 and last dimension 1: torch loads only even sizes"),
     ],
 )
 def test_a_dtype_that_torch_cannot_load_is_an_error(
@@ -137,7 +137,7 @@ def test_an_index_without_metadata_is_an_error_that_a_repair_mends(
     report = check(folder.path)
     assert report.status == 1
     assert [str(finding) for finding in report.findings if finding.code == "index-mismatch"] == [
-        f'{folder.index.name} has no object "metadata", so transformers and diffusers refuse to '
+        f'{folder.index.name} has no "metadata" object, so transformers and diffusers refuse to '
         "load the model"
     ]
     assert repair(folder.path).status == 0

@@ -119,7 +119,7 @@ def test_a_folder_without_files_that_are_known_is_listed(
         (newest / name).write_bytes(b"x")
     status, out, _ = said("check", newest)
     assert status == 1
-    assert "metadata.pkl is missing, which step-4 has" in out
+    assert "metadata.pkl is missing (found in step-4)" in out
     assert said("check", "-r", tmp_path)[0] == 1
     shutil.rmtree(newest)
     assert said("check", "-r", tmp_path)[0] == 0
@@ -191,9 +191,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
         ("3", ""),
         ("1\n", ""),
         ("0000003", ""),
-        ("4", "names 4 (expected the number of a folder, such as global_step_3)"),
-        ("release", "names release"),
-        ("", "names nothing"),
+        ("4", "names 4 (expected the number of an existing checkpoint, such as global_step_3)"),
+        ("release", "names release, which does not exist"),
+        ("", " is empty"),
         ("three", ""),
         ("²", ""),
         (None, ""),
@@ -224,8 +224,10 @@ def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Sai
     upload_folder(tmp_path / "run", f"{bucket}/run")
     status, out, _ = said("check", "-r", f"{bucket}/run")
     assert status == 1
-    assert "metadata.pkl is missing, which step-3 has" in out
-    assert f"{TRACKER} names 7 (expected the number of a folder, such as step-4)" in out
+    assert "metadata.pkl is missing (found in step-3)" in out
+    assert (
+        f"{TRACKER} names 7 (expected the number of an existing checkpoint, such as step-4)" in out
+    )
     assert told_of(f"{bucket}/run/step-4") == ["metadata.pkl"]
     assert told_of(f"{bucket}/run/step-3") == []
 
@@ -250,4 +252,4 @@ def test_a_repair_says_the_same(tmp_path: Path, said: Said) -> None:
     (folders[3] / ".complete").unlink()
     status, out, err = said("repair", folders[3])
     assert status == 1
-    assert ".complete is missing, which 3 has" in out + err
+    assert ".complete is missing (found in 3)" in out + err

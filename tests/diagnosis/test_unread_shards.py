@@ -84,8 +84,8 @@ def test_shards_next_to_checkpoints_with_one_file(lost: Path) -> None:
     assert (report.status, finding.code) == (1, "incomplete-checkpoint")
     assert (
         str(finding)
-        == f"model.safetensors is missing: {INDEX} is there, which load_state does not read, and 2 "
-        "of 2 checkpoints next to it have one file"
+        == f"model.safetensors is missing: {INDEX} is there, but load_state does not read it, and "
+        "2 of 2 checkpoints next to it have one file"
     )
     assert latest_checkpoint(lost.parent) == lost.parent / "checkpoint_2"
 
@@ -96,7 +96,7 @@ def test_shards_without_a_config_in_a_folder_alone(lost: Path, tmp_path: Path) -
     (finding,) = check(alone).findings
     assert (
         str(finding)
-        == f"model.safetensors is missing: {INDEX} is there, which load_state does not read"
+        == f"model.safetensors is missing: {INDEX} is there, but load_state does not read it"
     )
 
 
@@ -117,9 +117,7 @@ def test_a_run_whose_hooks_save_shards(tmp_path: Path, config: bool) -> None:
     newest = tmp_path / "run/checkpoint_3"
     assert loads(newest, hooks=True)
     assert [check(root).findings for root in (tmp_path / "run").iterdir()] == [(), (), ()]
-    words = (
-        f"whether the script loads the shards: load_state reads one file a model, and not {INDEX}"
-    )
+    words = f"whether the script loads the shards: load_state reads one file per model, not {INDEX}"
     assert any(said.startswith(words) for said in check(newest).not_checked)
     assert latest_checkpoint(tmp_path / "run") == newest
     alone = Path(shutil.copytree(newest, tmp_path / "alone"))

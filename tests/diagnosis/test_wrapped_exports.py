@@ -47,9 +47,9 @@ def test_the_advice_does_not_call_keys_right_that_no_load_finds(
     assert isinstance(finding, WrapperPrefix)
     assert (
         finding.advice
-        == "from_pretrained does not find these keys, and leaves their weights random or fails: "
-        "ckptfix repair DIR --keys bare. If the model has modules of these names itself, "
-        "ignore this"
+        == "from_pretrained does not find these keys: it leaves their weights random or fails\n"
+        "to remove the wrapper: ckptfix repair DIR --keys bare; ignore this if modules of the "
+        "model itself have these names"
     )
 
 
@@ -58,4 +58,4 @@ def test_the_advice_for_a_folder_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (finding,) = check(tmp_path).findings
-    assert finding.advice.startswith("right for a script that wraps its model the same way")
+    assert finding.advice.startswith("nothing to do for a script that wraps its model the same way")

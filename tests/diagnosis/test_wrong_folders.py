@@ -104,11 +104,11 @@ def test_exchanged_folders(tmp_path: Path, how: dict[str, Any]) -> None:
     assert told(last) == [
         (
             f"wrong-state: {OPTIMIZER}: it holds a model's weights (expected an optimizer's "
-            f"state); it was exchanged with {MODEL}"
+            f"state); swapped with {MODEL}"
         ),
         (
             f"wrong-state: {MODEL}: it holds an optimizer's state (expected a model's weights); "
-            f"it was exchanged with {OPTIMIZER}"
+            f"swapped with {OPTIMIZER}"
         ),
     ]
     assert resumed(tmp_path) == "checkpoint_1"
@@ -189,8 +189,8 @@ def test_a_folder_one_level_too_deep(tmp_path: Path, name: str) -> None:
         (
             MODEL,
             (
-                f"missing-model: {OPTIMIZER} is there, and no weights of a model, in this folder "
-                "or below it"
+                f"missing-model: {OPTIMIZER} exists, but there are no model weights in this "
+                "folder or below it"
             ),
         ),
     ],

@@ -240,7 +240,7 @@ def test_two_files_that_were_exchanged_name_each_other(
     assert len(sentences) == 2
     for name, partner in (names, names[::-1]):
         assert any(
-            f" {name}: it holds " in one and one.endswith(f"exchanged with {partner}")
+            f" {name}: it holds " in one and one.endswith(f"swapped with {partner}")
             for one in sentences
         )
 
@@ -330,7 +330,7 @@ def test_a_custom_object_is_named_as_the_partner_alone(name: str, tmp_path: Path
     assert loads(root) != "right"
     (sentence,) = told(root)
     assert sentence.startswith(f"unknown-state: {name}: it holds a dict without ")
-    assert sentence.endswith(f"; it was exchanged with {CUSTOM}")
+    assert sentence.endswith(f"; swapped with {CUSTOM}")
 
 
 def exchanged(root: Path, first: str, second: str) -> Path:
@@ -540,7 +540,7 @@ def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(
         (finding,) = (one for one in check(root).findings if one.path.name == name)
         assert finding.code == "unknown-state"
         assert finding.advice.startswith(f"{problem}: ")
-        assert finding.advice.endswith("Where a class of your own reads it, ignore this")
+        assert finding.advice.endswith("If a class of your own reads it, ignore this")
     assert loads(root) != "right"
     assert latest_checkpoint(tmp_path) == root
 

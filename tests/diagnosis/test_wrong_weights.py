@@ -122,11 +122,11 @@ CONTENTS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "one meta tensor": (
         lambda state, root: {**state, "0.weight": state["0.weight"].to("meta")},
-        "1 tensor on the meta device, without numbers",
+        "1 tensor on the meta device, without values",
     ),
     "meta tensors": (
         lambda state, root: {key: value.to("meta") for key, value in state.items()},
-        "7 tensors on the meta device, without numbers",
+        "7 tensors on the meta device, without values",
     ),
 }  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_the_state_dict_in_a_dict_is_named_with_the_way_to_save_it(tmp_path: Pat
     root = saved_by_accelerate(tmp_path / "checkpoint_0")
     torch.save({"epoch": 1, "net": torch.load(root / WEIGHTS)}, root / WEIGHTS)
     (finding,) = (finding for finding in check(root).all_findings if finding.code in CODES)
-    assert "torch.save() the value under 'net' alone" in finding.advice
+    assert "torch.save() only the value under 'net'" in finding.advice
     torch.save(torch.load(root / WEIGHTS)["net"], root / WEIGHTS)
     assert told(root) == []
     assert refusal(root) == ""
@@ -166,8 +166,8 @@ def test_exchanged_weights_and_optimizer_name_each_other(tmp_path: Path) -> None
     (root / "third").rename(root / "optimizer.bin")
     assert refusal(root)
     assert sorted(sentence.rpartition("; ")[2] for sentence in told(root)) == [
-        "it was exchanged with optimizer.bin",
-        "it was exchanged with pytorch_model.bin",
+        "swapped with optimizer.bin",
+        "swapped with pytorch_model.bin",
     ]
 
 
@@ -207,7 +207,7 @@ def test_latest_passes_over_a_file_without_tensors_that_hides_the_weights(tmp_pa
     save_file({}, root / "model.safetensors")
     assert refusal(root)
     with pytest.warns(
-        UserWarning, match=r"model.safetensors holds no tensors, and its model has some"
+        UserWarning, match=r"model.safetensors holds no tensors, but its model has some"
     ):
         assert latest_checkpoint(tmp_path) == older
     save_file(torch.load(root / WEIGHTS), root / "model.safetensors")
@@ -235,7 +235,7 @@ def test_the_state_dict_of_an_offloaded_model_has_no_numbers(tmp_path: Path) -> 
     net().load_state_dict(torch.load(tmp_path / WEIGHTS))
 
 
-META = "on the meta device, without numbers (expected"
+META = "on the meta device, without values (expected"
 BUNDLES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "alone": (lambda model, optimizer: model, [f"it holds 7 tensors {META} a model's weights)"]),
     "in a dict": (
@@ -281,7 +281,7 @@ def test_moments_on_the_meta_device_are_found(tmp_path: Path) -> None:
     torch.save(state, root / "optimizer.bin")
     assert refusal(root) == "NotImplementedError"
     assert told(root) == [
-        "wrong-state: optimizer.bin: it holds 1 tensor on the meta device, without numbers "
+        "wrong-state: optimizer.bin: it holds 1 tensor on the meta device, without values "
         "(expected an optimizer's state)"
     ]
 

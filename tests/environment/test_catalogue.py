@@ -50,7 +50,7 @@ def topic_that_says(*said: Said) -> Topic:
 
 def test_a_topic_refuses_severities_that_it_does_not_announce() -> None:
     told = topic_that_says(say("c", evidence=("d",), fix="e", severity=Severity.ERROR))
-    with pytest.raises(ValueError, match="never of severity error"):
+    with pytest.raises(ValueError, match="cannot have severity error"):
         list(told.advice(facts()))
 
 

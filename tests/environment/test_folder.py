@@ -155,7 +155,7 @@ def test_a_config_without_a_map_is_no_error(tmp_path: Path, text: str) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint files"):
         read_folder(str(tmp_path))
 
 

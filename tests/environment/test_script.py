@@ -319,4 +319,4 @@ def test_a_bad_cell_hides_no_other(tmp_path: Path) -> None:
     "data", [b"", b"[]", b"{}", b'{"cells": 3}', b'{"cells": [{}]}', b"[" * 100_000]
 )
 def test_no_notebook_is_a_problem_and_no_error(tmp_path: Path, data: bytes) -> None:
-    assert read(tmp_path, data, "train.ipynb").problem.startswith("no notebook: ")
+    assert read(tmp_path, data, "train.ipynb").problem.startswith("not a notebook: ")

@@ -30,7 +30,7 @@ def test_packed_numbers_load_as_other_numbers_with_mmap(tmp_path: Path) -> None:
     assert not torch.equal(torch.load(path, weights_only=True, mmap=True)["w"], torch.arange(10.0))
     (finding,) = check(path).findings
     assert finding.code == "compressed-record"
-    assert "reads packed bytes as numbers" in str(finding)
+    assert "reads compressed bytes as numbers" in str(finding)
 
 
 def test_a_packed_pickle_loads_and_is_a_warning(tmp_path: Path) -> None:
@@ -53,5 +53,5 @@ def test_a_pickle_larger_than_is_read_is_a_warning(
     assert report.status == 1
     (finding,) = report.findings
     assert finding.code == "unchecked-file"
-    assert "at most 16 are read" in str(finding)
-    assert not any("at most 16" in words for words in report.not_checked)
+    assert "over the limit of 16" in str(finding)
+    assert not any("limit of 16" in words for words in report.not_checked)

@@ -297,12 +297,12 @@ PLACES: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "an object for a tensor": (
         exchanged("model.a", "step"),
         "malformed-file",
-        "its metadata says",
+        "but the metadata lists a tensor",
     ),
     "a tensor for an object": (
         exchanged("step", "model.b"),
         "malformed-file",
-        "its metadata says",
+        "but the metadata does not list a tensor",
     ),
     "an extension": (moved("model.a", transform_descriptors=["zzz"]), "unchecked-file", "'zzz'"),
     "an extension of an object": (
@@ -354,7 +354,7 @@ def test_items_that_zstd_packed_are_named_as_not_checked(folder: Path) -> None:
     )
     report = check(folder)
     assert report.status == 0
-    assert ".metadata: 1 item that went through 'stream.zstd/1'" in report.not_checked
+    assert ".metadata: 1 item saved through 'stream.zstd/1'" in report.not_checked
 
 
 def test_tensors_of_one_safetensors_file_do_not_overlap(tmp_path: Path) -> None:

@@ -194,26 +194,26 @@ def test_a_planner_without_paths() -> None:
     "path", ["../x.distcp", "/x.distcp", "a/../../x", "", ".", "a\0b", "\ud800"]
 )
 def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
-    with pytest.raises(FormatError, match="which is not a file of the folder"):
+    with pytest.raises(FormatError, match="which is not a path inside the folder"):
         parsed(made(path=path))
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (made((4, 3), [((2, 0), (3, 3))]), r"the chunk of 'model.w' at \(2, 0\) of \(3, 3\) is not inside of \(4, 3\)"),
-        (made((4, 3), [((0,), (4,))]), "a chunk of 'model.w' has 1 dimensions, the tensor has 2"),
-        (made(offset=-1), "'model.w' is said to be 100 bytes from -1 of its file"),
-        (made(length=1 << 70), "'model.w' is said to be 1180591620717411303424 bytes from 0"),
-        (made(length=True), "'model.w' is said to be True bytes"),
-        ({"model.w": 1}, "no Metadata at its root"),
-        (Metadata({"w": 3}, {}, {}), "'w' is neither a tensor nor bytes, but an int"),
-        (Metadata({}, {}, None), "storage_data is None, where torch's own planner and writer put a dict"),
+        (made((4, 3), [((2, 0), (3, 3))]), r"\[2, 0\] \(size \[3, 3\]\) does not fit in the tensor's shape \[4, 3\]"),
+        (made((4, 3), [((0,), (4,))]), "a chunk of 'model.w' has 1 dimensions, but the tensor has 2"),
+        (made(offset=-1), "'model.w' has an invalid location: 100 bytes at offset -1"),
+        (made(length=1 << 70), "'model.w' has an invalid location: 1180591620717411303424 bytes at offset 0"),
+        (made(length=True), "'model.w' has an invalid location: True bytes"),
+        ({"model.w": 1}, "its root is not a Metadata"),
+        (Metadata({"w": 3}, {}, {}), r"'w' is an int \(expected a tensor or bytes"),
+        (Metadata({}, {}, None), r"storage_data is None \(torch's own planner and writer put a dict there"),
         (Metadata({}, {"a.w": ("a", "v")}, {}), "planner_data puts 'a.w' at 'a.v', but torch loads it by"),
-        (Metadata({}, {"w": {1: 2}}, {}), "planner_data has a dict as the path of 'w'"),
-        (Metadata({}, {"w": (1.5,)}, {}), "planner_data has a tuple as the path of 'w'"),
-        (Metadata({}, {}, {"w": _StorageInfo("x", 0, 1)}), "storage_data leads from a string to torch.distributed"),
-        (Metadata({3: BytesStorageMetadata()}, {}, {}), "state_dict_metadata has an int where a name belongs"),
+        (Metadata({}, {"w": {1: 2}}, {}), "planner_data has an invalid path for 'w': a dict"),
+        (Metadata({}, {"w": (1.5,)}, {}), "planner_data has an invalid path for 'w': a tuple"),
+        (Metadata({}, {}, {"w": _StorageInfo("x", 0, 1)}), "storage_data maps a string to torch.distributed"),
+        (Metadata({3: BytesStorageMetadata()}, {}, {}), "a key of state_dict_metadata is an int"),
     ],
 )  # fmt: skip
 def test_what_torch_does_not_write_is_refused(metadata: Any, message: str) -> None:
@@ -225,7 +225,7 @@ def test_a_name_that_is_there_twice_is_refused() -> None:
     data = pickle.dumps(
         Metadata({"w.1": BytesStorageMetadata(), "w.2": BytesStorageMetadata()}, {}, {})
     )
-    with pytest.raises(FormatError, match=r"the metadata has 'w\.1' twice"):
+    with pytest.raises(FormatError, match=r"the metadata lists 'w\.1' twice"):
         parse_dcp_metadata(data.replace(b"w.2", b"w.1"))
 
 
@@ -236,7 +236,7 @@ def test_one_list_for_many_tensors_takes_no_time() -> None:
     metadata.state_dict_metadata = {
         str(number): TensorStorageMetadata(one.properties, one.size, many) for number in range(2000)
     }
-    with pytest.raises(FormatError, match="refers to the same lists again and again"):
+    with pytest.raises(FormatError, match="refers to the same lists over and over"):
         parsed(metadata)
 
 
@@ -245,7 +245,7 @@ def test_a_long_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dcp_metadata, "MAX_METADATA", 100)
     with (
         open_reader(tmp_path / ".metadata") as reader,
-        pytest.raises(UnsupportedFormat, match="at most 100 are read"),
+        pytest.raises(UnsupportedFormat, match="over the limit of 100"),
     ):
         read_dcp_metadata(reader)
 
@@ -301,15 +301,15 @@ def test_an_object_of_no_class_is_refused(code: bytes, message: str) -> None:
     ("shape", "chunks", "problem"),
     [
         ((), [((), ())], None),
-        ((), [], "1 of its 1 elements are in no chunk"),
-        ((), [((), ()), ((), ())], r"its chunk at \[\] of \[\] and the one at \[\] of \[\] overlap"),
+        ((), [], "1 of its 1 elements is in no chunk"),
+        ((), [((), ()), ((), ())], r"its chunks at \[\] \(size \[\]\) and at \[\] \(size \[\]\) overlap"),
         ((0, 3), [((0, 0), (0, 3))], None),
         ((0, 3), [], None),
         ((5,), [((0,), (3,)), ((3,), (2,)), ((5,), (0,)), ((5,), (0,))], None),
         ((5,), [((3,), (2,))], "3 of its 5 elements are in no chunk: 0 to 3 of 5 along dimension 0"),
         ((5, 2), [((0, 0), (1, 2)), ((3, 0), (2, 2))], "4 of its 10 elements are in no chunk: 1 to 3 of 5 along dim"),
         ((5, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], "2 of its 10 elements are in no chunk: 4 to 5 of 5 along dim"),
-        ((5,), [((0,), (4,)), ((3,), (2,))], r"its chunk at \[0\] of \[4\] and the one at \[3\] of \[2\] overlap"),
+        ((5,), [((0,), (4,)), ((3,), (2,))], r"its chunks at \[0\] \(size \[4\]\) and at \[3\] \(size \[2\]\) overlap"),
         ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1))], "2 of its 4 elements are in no chunk$"),
         ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
     ],
@@ -343,7 +343,7 @@ def test_a_grid_covers_and_less_or_more_does_not(
     one = data.draw(st.sampled_from(chunks))
     missing = coverage_problem(tensor(shape, [box for box in chunks if box != one]))
     assert missing is not None
-    assert "are in no chunk" in missing
+    assert "in no chunk" in missing
     twice = coverage_problem(tensor(shape, [*chunks, one]))
     assert twice is not None
     assert "overlap" in twice
@@ -355,8 +355,8 @@ def test_what_is_stored_nowhere_is_told() -> None:
     metadata.state_dict_metadata["step"] = BytesStorageMetadata()
     found = [(problem.fqn, problem.message) for problem in dcp_problems(parsed(metadata))]
     assert found == [
-        ("model.w", "1 of its 2 chunks are stored in no file, the first at [2, 0]"),
-        ("step", "it is stored in no file"),
+        ("model.w", "1 of its 2 chunks is not stored in any file, starting with the one at [2, 0]"),
+        ("step", "it is not stored in any file"),
     ]
 
 
@@ -366,4 +366,6 @@ def test_many_overlapping_chunks_take_no_time(monkeypatch: pytest.MonkeyPatch) -
         ((number, 50), (1, 50)) for number in range(100)
     ]
     found = coverage_problem(tensor((100, 100), [*spread]))
-    assert found == "its 150 chunks lie so that they are not compared, which no torch makes"
+    assert (
+        found == "its 150 chunks were not checked for overlap: torch never lays them out this way"
+    )

@@ -126,7 +126,7 @@ def test_two_names_that_would_become_one(tmp_path: Path) -> None:
 
 def test_an_item_that_is_nowhere(tmp_path: Path) -> None:
     saved(tmp_path)
-    with pytest.raises(FormatError, match="no place of 'other'"):
+    with pytest.raises(FormatError, match="no location for 'other'"):
         rewrite_metadata(read(tmp_path), {}, {"other": ItemLocation(PurePosixPath("x"), 0, 1)})
 
 

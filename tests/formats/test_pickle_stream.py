@@ -262,7 +262,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_globals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FormatError, match="names a global by 2001 characters"):
+    with pytest.raises(FormatError, match="names a global with 2001 characters"):
         parse(b"c" + b"x" * 2000 + b"\ny\n.")
     monkeypatch.setattr("ckptfix.formats.pickle_opcodes.MAX_GLOBALS", 10)
     with pytest.raises(FormatError, match="more than 10 globals"):

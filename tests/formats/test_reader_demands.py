@@ -139,20 +139,20 @@ FAULTS: dict[str, tuple[bytes, bytes, str]] = {
     "an offset that is a string": (
         b"K\x00K\x04\x85",
         b"U\x00K\x04\x85",
-        "expected a number from 0, found a str",
+        "expected a non-negative int, found a str",
     ),
     "a flag that is a number": (b"\x89", b"N", "expected a bool, found None"),
-    "an unknown device": (b"cpu", b"cqu", "which torch does not know"),
+    "an unknown device": (b"cpu", b"cqu", "which is not a torch device"),
     "hooks that are a number": (b")R", b"NR", "arguments that are not a tuple"),
     "a call of a storage": (
         b"collections\nOrderedDict\n",
         b"torch\nFloatStorage\n",
-        "as a function, which it is not",
+        "as a function, but it is not one",
     ),
     "a call of a dtype": (
         b"collections\nOrderedDict\n",
         b"torch\nfloat32\n",
-        "as a function, which it is not",
+        "as a function, but it is not one",
     ),
 }
 
@@ -262,5 +262,5 @@ def test_an_untyped_storage_in_a_legacy_file_is_told(tmp_path: Path) -> None:
 def test_a_value_that_belongs_to_nothing_is_refused(tmp_path: Path) -> None:
     data = saved({"a": torch.arange(4.0)}, **LEGACY)
     at = data.rindex(b"\x80\x02}q\0") + 2
-    with pytest.raises(FormatError, match="values that belong to nothing"):
+    with pytest.raises(FormatError, match="leaves unused values on its stack"):
         parsed(tmp_path, data[:at] + b"N" + data[at:])

@@ -68,7 +68,7 @@ def test_the_edit_refuses_a_file_that_changed(tmp_path: Path) -> None:
     file = read(path)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"module.module.0.bias", b"module.module.0.BIAS"))
-    with open_reader(path) as reader, pytest.raises(FormatError, match="not what it was"):
+    with open_reader(path) as reader, pytest.raises(FormatError, match="has changed since"):
         file.edit(reader, new_names(file, Strip("module.")))
 
 

@@ -44,7 +44,7 @@ def test_every_slack_but_one_and_three(tmp_path: Path, shorter: int) -> None:
     path = tmp_path / "legacy.pt"
     torch.save({"x" * 12 + "a": torch.ones(3)}, path, **LEGACY)
     if shorter in (1, 3):
-        with pytest.raises(UnsupportedFormat, match=f"{shorter} bytes shorter"):
+        with pytest.raises(UnsupportedFormat, match=f"cannot shrink by {shorter} byte"):
             edited(path, Strip("x" * shorter))
         return
     path.write_bytes(edited(path, Strip("x" * shorter)))
@@ -189,7 +189,7 @@ MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 )
 def test_a_version_that_cannot_be_printed(tmp_path: Path, version: bytes) -> None:
     begin = time.process_time()
-    with pytest.raises(FormatError, match=r"version <(tuple|int|Node)>, known is 1001"):
+    with pytest.raises(FormatError, match=r"version <(tuple|int|Node)> \(expected 1001"):
         parsed(tmp_path, MAGIC + b"\x80\x02" + version + b".")
     assert time.process_time() - begin < 20
 

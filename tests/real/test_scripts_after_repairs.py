@@ -581,7 +581,7 @@ def test_scripts_load_after_a_repair_what_they_trained(row: Scenario, played: Pl
                     assert f"looks for {Path(error[:-1]).name}" in advice
                 else:
                     assert error.startswith("RuntimeError: Error(s) in loading state_dict")
-                    assert "finds another model in " in advice
+                    assert "finds the wrong model in " in advice
                 assert "load_state fails" in advice
                 is_default = any("doubled-model" in one["fixes"] for one in receipt["steps"])
                 assert ("undo the repair if" in advice) == is_default

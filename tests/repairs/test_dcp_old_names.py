@@ -52,9 +52,9 @@ def elsewhere(place: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (compressed, "went through zstd"),
+        (compressed, "does not read (zstd)"),
         (cut, "zip archive ends"),
-        (elsewhere, "the file that holds it is missing"),
+        (elsewhere, "the file is missing"),
     ],
 )
 def test_an_item_that_cannot_be_read_may_hold_old_names(
@@ -97,7 +97,7 @@ def test_an_optimizer_in_one_item_that_is_too_long(
         )
     refused(
         tmp_path,
-        f"at most {limit} are read" if limit == 1000 else "would still contain the old key",
+        f"over the limit of {limit}" if limit == 1000 else "would still contain the old key",
     )
 
 
@@ -211,7 +211,7 @@ def test_a_state_that_is_no_optimizers_is_not_renamed(tmp_path: Path) -> None:
     [
         (
             {"sampler": {"state": {"epoch": 3, "offset": torch.tensor(5)}}},
-            "nothing shows that it is a model",
+            "nothing shows that this is a model",
         ),
         (
             {"phases": {"param_groups": [{"params": ["warm.up", "decay"]}]}},
@@ -231,7 +231,7 @@ def test_what_may_be_no_names_of_parameters_gets_no_wrapper(
 def test_bare_models_below_a_key_called_state_get_no_wrapper(tmp_path: Path) -> None:
     """Nothing tells them from what an optimizer knows of a parameter."""
     save(tmp_path / "all", {"state": {"model": {"weight": torch.ones(2), "bias": torch.ones(2)}}})
-    refused(tmp_path, "below a key of an optimizer", DDP)
+    refused(tmp_path, "it is inside an optimizer", DDP)
 
 
 def test_what_an_optimizer_is() -> None:
@@ -261,7 +261,7 @@ def test_a_module_called_state_beside_a_flattened_optimizer(tmp_path: Path) -> N
     )
     refused(
         tmp_path,
-        "'state.weight' would no longer be taken for a key of the model of all/.metadata",
+        "'state.weight' would no longer be recognized as a key of the model of all/.metadata",
         BARE,
     )
     assert repair(tmp_path, policy=ONCE).status == 0
@@ -270,7 +270,9 @@ def test_a_module_called_state_beside_a_flattened_optimizer(tmp_path: Path) -> N
 def test_a_module_called_as_the_groups_of_an_optimizer(tmp_path: Path) -> None:
     one = {f"{TWICE}param_groups.weight": torch.ones(2), f"{TWICE}head.weight": torch.ones(2)}
     save(tmp_path / "all", {"model": one})
-    refused(tmp_path, "'param_groups.weight' would no longer be taken for a key of ['model']", BARE)
+    refused(
+        tmp_path, "'param_groups.weight' would no longer be recognized as a key of ['model']", BARE
+    )
     assert repair(tmp_path, policy=ONCE).status == 0
 
 
@@ -282,7 +284,7 @@ def test_a_parameter_called_as_a_number(tmp_path: Path) -> None:
         tmp_path / "all",
         {"model": {name: torch.ones(2), f"{TWICE}w": torch.ones(2)}, "optimizer": state},
     )
-    refused(tmp_path, "would be taken for a number", BARE)
+    refused(tmp_path, "would look like the parameter number of an optimizer", BARE)
     assert repair(tmp_path, policy=ONCE).status == 0
 
 

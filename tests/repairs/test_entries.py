@@ -82,7 +82,7 @@ def test_a_script_may_compile_one_of_two_equal_models(tmp_path: Path, chain: str
     folder = save_state(tmp_path / "c", wrapped(STUDENT, chain), STUDENT)
     before = snapshot(folder)
     assert codes(folder) == ["identical-models", "wrapper-prefix"]
-    assert "but for the wrapper" in str(check(folder).findings[0])
+    assert "except for the wrapper" in str(check(folder).findings[0])
     assert repair(folder).steps == ()
     assert snapshot(folder) == before
 
@@ -191,7 +191,9 @@ def test_one_byte_makes_a_conflict_not_a_double(tmp_path: Path) -> None:
     assert codes(folder) == ["related-models", "wrapper-prefix"]
     nearly, _ = check(folder).findings
     assert nearly.severity is Severity.WARNING
-    assert "1 tensor of 2 equals in every sampled byte, 1 differs, first 'fc.bias'" in str(nearly)
+    assert "1 of 2 tensors differs: 'fc.bias'; the other is equal in every sampled byte" in str(
+        nearly
+    )
     assert repair(folder).status == 1
     assert snapshot(folder) == before
 
@@ -306,14 +308,18 @@ def test_models_n_drops_proven_copies(
 @pytest.mark.parametrize(
     ("models", "keep", "reason"),
     [
-        ((STUDENT, TEACHER), 1, "the folder has 2, and 0 equal another"),
-        ((STUDENT, STUDENT, TEACHER, TEACHER), 3, "which is not clear"),
+        ((STUDENT, TEACHER), 1, "the folder has 2 with 0 removable duplicates"),
+        ((STUDENT, STUDENT, TEACHER, TEACHER), 3, "it is unclear which"),
         ((STUDENT,), 2, "the folder has 1"),
-        ((STUDENT, wrapped(STUDENT)), 2, "2 models asked for, without duplicates 1 would remain"),
+        (
+            (STUDENT, wrapped(STUDENT)),
+            2,
+            ("2 models requested, but without duplicates 1 of 2 would remain"),
+        ),
         (
             (STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)),
             3,
-            "without duplicates 2 would remain of 4",
+            "without duplicates 2 of 4 would remain",
         ),
     ],
 )

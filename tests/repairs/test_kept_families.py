@@ -142,8 +142,12 @@ def test_variants_adapters_and_other_models_stay(tmp_path: Path) -> None:
 
 REFUSED = {
     "models": "or the name of a file",
-    "model.fp16.safetensors": "no finding names it and another file or index of its model",
-    "consolidated.safetensors": "no finding names it and another file or index of its model",
+    "model.fp16.safetensors": (
+        "no finding says that its model is also stored in another file or index"
+    ),
+    "consolidated.safetensors": (
+        "no finding says that its model is also stored in another file or index"
+    ),
 }
 
 
@@ -169,10 +173,10 @@ def test_both_of_two_and_a_damaged_one_are_refused(
     write(other, values(1))
     (tmp_path / "latest").symlink_to(other.name)
     for names, words in (
-        ([safe.name, other.name], "is to stay, too"),
+        ([safe.name, other.name], "--keep also names"),
         (
             [safe.name],
-            "latest is a symbolic link to pytorch_model.bin, which would no longer be there",
+            "the symbolic link latest would break, because it points to pytorch_model.bin",
         ),
     ):
         assert (

@@ -37,7 +37,7 @@ def test_a_repair_tells_what_check_tells(newest: Path, said: Said) -> None:
         assert status == 1
         assert f"nothing to repair in {newest}" in out
         assert FINDING in out
-        assert "copy this file again, or resume from a complete checkpoint" in out
+        assert "copy it again, or resume from a complete checkpoint" in out
 
 
 def test_a_copy_is_judged_by_the_checkpoints_next_to_its_source(
@@ -87,6 +87,7 @@ def test_a_seal_with_a_warning_says_that_verify_repeats_it(tmp_path: Path, said:
     status, out, _ = said("seal", root)
     assert status == 0
     assert (
-        f"verify reports what is above, too, and ends with 1\nnext: ckptfix verify {root}\n" in out
+        f"verify also reports these findings and exits with status 1\nnext: ckptfix verify {root}\n"
+        in out
     )
     assert verify(root).status == 1

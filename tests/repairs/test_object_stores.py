@@ -193,7 +193,7 @@ def test_the_plan_says_which_bytes_travel(
     assert plan.execute().transaction == 1
     assert "and the store copies" not in str(plan)
     with pytest.raises(
-        UsageError, match=f"^{URL}: this plan was executed before.*plan_repair anew"
+        UsageError, match=f"^{URL}: this plan was already executed.*call plan_repair again"
     ):
         plan.execute()
 
@@ -214,7 +214,7 @@ def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
     with suppress(CkptfixError):
         root.files.read_many([ObjectRange("model.safetensors", 0, 8, "")])
     bucket.strike = lambda method, key, is_after: None
-    with pytest.raises(CkptfixError, match=r"may not do that.*nothing was changed"):
+    with pytest.raises(CkptfixError, match=r"is not allowed to do this.*nothing was changed"):
         plan.execute()
     assert objects(bucket) == old
     assert bucket.journal() == []
@@ -314,7 +314,7 @@ def test_a_repaired_copy_is_proven_before_its_marker(
     assert {key: one for key, one in bucket.objects.items() if key.startswith(PREFIX)} == before
     assert COPIED + COMMITTED in bucket.objects
     assert check(COPY).status == check(tmp_path / "checkpoint_7").status
-    with pytest.raises(UsageError, match="name a prefix that holds none"):
+    with pytest.raises(UsageError, match="name an empty prefix"):
         repair(URL, policy=policy, output=COPY)
 
 
@@ -347,7 +347,7 @@ def test_what_is_no_rest_of_a_copy_is_not_to_be_removed(bucket: Cloud) -> None:
     bucket.write("run/rest/.ckptfix/upload.json", begun_now("7", {"a": 1}).to_bytes())
     bucket.write("run/rest/mine/a", b"mine")
     for place in (f"{URL}-copy", "s3://simulated/run/notes", "s3://simulated/run/rest"):
-        with pytest.raises(UsageError, match=r"objects?; next: name a prefix that holds none$"):
+        with pytest.raises(UsageError, match=r"objects?; next: name an empty prefix$"):
             repair(URL, output=place)
 
 
@@ -373,7 +373,7 @@ def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(
 @pytest.mark.parametrize(
     ("output", "why"),
     [
-        ("s3://other/run/repaired_7", "within one bucket only"),
+        ("s3://other/run/repaired_7", "a store can only copy within one bucket"),
         (
             f"{URL}/inside",
             f"/inside is inside the source; next: name another prefix, such as {URL}-repaired",
@@ -554,9 +554,9 @@ def test_without_part_copies_the_bytes_travel_where_that_is_asked_for(
     before = objects_of(store)
     assert cli(["repair", memory]) == 2
     said = capsys.readouterr()
-    assert "cannot cut parts out of objects" in said.err
+    assert "cannot copy parts of objects" in said.err
     assert "the same command with --transfer" in said.err
-    assert "make sure that none writes there" in said.err
+    assert "could overwrite what another program writes meanwhile" in said.err
     assert objects_of(store) == before
     assert cli(["repair", memory, "--transfer"]) == 0
     assert objects_of(store) != before
@@ -629,7 +629,7 @@ def test_a_repaired_checkpoint_is_sealed_and_undone_step_by_step(
     repaired = objects(bucket)
     receipt = seal(URL, oms=True)
     assert receipt.transaction == 2
-    assert f"to undo this, before any earlier repair: ckptfix undo {URL}" in str(receipt)
+    assert f"to undo this seal, before any earlier repair: ckptfix undo {URL}" in str(receipt)
     assert verify(URL).status == 0
     sealed = objects(bucket)
     assert seal(URL, oms=True).transaction is None, "nothing is new"
@@ -703,7 +703,9 @@ def test_a_plan_that_would_add_a_finding_changes_no_object(bucket: Cloud, tmp_pa
     keys = set(bucket.names())
     policy = Policy(keep={Role.MODEL: 1})
     for output in (None, "s3://simulated/run/copy"):
-        with pytest.raises(OperationError, match=r"there is a new finding: optimizer\.bin"):
+        with pytest.raises(
+            OperationError, match=r"the repair caused a new finding: optimizer\.bin"
+        ):
             repair(URL, policy=policy, output=output)
         assert objects(bucket) == old
         assert set(bucket.names()) == keys

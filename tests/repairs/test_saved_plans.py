@@ -101,7 +101,7 @@ def test_the_command_line_saves_and_applies(
     after = snapshot(folder)
     assert run(["repair", "--plan", str(file)]) == 3, "applied twice"
     told = capsys.readouterr().err
-    assert "the plan is already applied: repair 1 of" in told
+    assert "the plan was already applied: repair 1 of" in told
     assert f"to undo it: ckptfix undo {folder}" in told
     assert snapshot(folder) == after
     (folder / "model.safetensors").write_bytes((folder / "model_1.safetensors").read_bytes())
@@ -122,7 +122,7 @@ def test_no_plan_is_written_where_there_is_nothing_to_repair(
     assert run(["repair", str(folder), "--plan-out", str(file)]) == 0
     out = capsys.readouterr().out
     assert f"nothing to repair in {folder}" in out
-    assert f"{file} was not written: there is no step to save" in out
+    assert f"{file} was not written: the plan has no steps" in out
     assert "--plan " not in out
     assert not file.exists()
     assert (
@@ -175,7 +175,7 @@ def remove(folder: Path) -> None:
     ("change", "words"),
     [
         (grow, "model.safetensors changed .expected .* bytes, found"),
-        (save_again, "model_1.safetensors was written again"),
+        (save_again, "model_1.safetensors was rewritten"),
         (add, "model_3.safetensors is new"),
         (remove, "model_1.safetensors is missing"),
     ],
@@ -206,17 +206,17 @@ def test_a_folder_that_needs_another_plan_is_refused(
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda data: b"", "is not a plan of ckptfix"),
-        (lambda data: b"[" * 100_000, "is not a plan of ckptfix"),
-        (lambda data: b"{}", "is not a plan of ckptfix"),
-        (lambda data: data[:-40], "is not a plan of ckptfix"),
+        (lambda data: b"", "is not a ckptfix plan"),
+        (lambda data: b"[" * 100_000, "is not a ckptfix plan"),
+        (lambda data: b"{}", "is not a ckptfix plan"),
+        (lambda data: data[:-40], "is not a ckptfix plan"),
         (
             lambda data: data.replace(b'"keys": "auto"', b'"keys": "bare"'),
             "was changed after ckptfix wrote it",
         ),
         (
             lambda data: data.replace(b'"plan_version": 1', b'"plan_version": 2'),
-            "is of another ckptfix",
+            "belongs to another version of ckptfix",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_forged_plan_that_makes_no_sense_is_refused(
     from ckptfix.repairs.saved_plans import _digest
 
     file.write_text(json.dumps({**document, "sha256": _digest(document)}))
-    with pytest.raises(UsageError, match="is not a plan that ckptfix wrote"):
+    with pytest.raises(UsageError, match="was not written by ckptfix"):
         read_plan(file)
 
 

@@ -167,7 +167,7 @@ def test_states_stay_with_a_doubled_model_that_stays(tmp_path: Path) -> None:
     )
     receipt = repair(folder, policy=Policy(only=frozenset({"doubled-states"})))
     assert receipt.steps == ()
-    assert "a model that was saved with it twice stays" in receipt.unplanned[0].reason
+    assert "a duplicate model from the same save is kept" in receipt.unplanned[0].reason
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_next_to_save_state_a_repair_asks(
     assert repair(tmp_path).steps == ()
     run(["check", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "load_state finds these keys" in said
+    assert "load_state needs these keys" in said
     assert "--allow dead-weights" in said
     repair(tmp_path, policy=Policy(allow=frozenset({"dead-weights"})))
     assert load(tmp_path) == "complete"
@@ -153,7 +153,7 @@ def test_a_script_that_wraps_its_model_resumes_after_a_default_repair(
     assert load(tmp_path) == "21 random, 21 unused"
     (finding,) = (each for each in check(tmp_path).findings if each.code == "dead-weights")
     assert (finding.severity.value, finding.action.value) == ("note", "ask")
-    assert "a script that wraps its model resumes with these keys" in finding.advice
+    assert "a script that wraps its model needs these keys to resume" in finding.advice
     assert repair(tmp_path).steps == ()
     torch.nn.DataParallel(tiny("LlamaForCausalLM")).load_state_dict(
         torch.load(tmp_path / "pytorch_model.bin")

@@ -17,9 +17,7 @@ def test_a_full_disk_is_named_with_what_it_has(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(
-        OSError, match=r": 5 B more were to be written, [0-9.]+ [KMGT]?i?B are free: "
-    ) as error:
+    with pytest.raises(OSError, match=r": 5 B more needed, [0-9.]+ [KMGT]?i?B free: ") as error:
         create_file(tmp_path / "x", b"12345")
     assert (error.value.errno, error.value.filename) == (code, str(tmp_path / "x"))
     assert os.listdir(tmp_path) == []
@@ -38,7 +36,7 @@ def test_what_is_missing_is_what_was_not_written(
     monkeypatch.setattr(os, "pwrite", half)
     with (
         open(tmp_path / "x", "wb") as file,
-        pytest.raises(OSError, match=": 3 B more were to be written"),
+        pytest.raises(OSError, match=": 3 B more needed"),
     ):
         write_all(file.fileno(), b"0123456789", 0)
 

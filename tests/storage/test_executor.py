@@ -273,7 +273,7 @@ def test_nothing_is_exchanged_after_the_ranks_have_ended_apart(
         with suppress(TeamError):
             team.agree(OSError(28, "No space left on device") if team.leads else None)
         over.set()
-        with pytest.raises(TeamError, match="do not work together any more"):
+        with pytest.raises(TeamError, match="the ranks no longer work together"):
             team.told(lambda: 1)
         return [before, team.has_ended, team.finish(3) == 3]
 
@@ -292,8 +292,8 @@ def test_processes_that_see_different_folders_do_not_go_on() -> None:
 
     for error in in_team(2, work):
         assert isinstance(error, TeamError)
-        assert "sees another folder than rank 0" in str(error)
-        assert "; next: mount one folder" in str(error)
+        assert "sees a different folder than rank 0" in str(error)
+        assert "; next: mount the same folder" in str(error)
 
 
 @pytest.mark.parametrize("early", [0, 1])
@@ -309,7 +309,7 @@ def test_a_process_that_ends_without_the_others_does_not_let_them_wait(early: in
     for error in in_team(2, work):
         assert isinstance(error, TeamError)
         assert "rank 1 (process" in str(error)
-        assert "sees another folder than rank 0" in str(error)
+        assert "sees a different folder than rank 0" in str(error)
 
 
 def test_the_next_run_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_the_work_of_a_job_array_is_finished(tmp_path: Path) -> None:
 
     assert finisher.map("a", units, doing(make), lambda number: 0, None) == list(range(19))
     (words,) = said
-    assert words.endswith("results of share 1/3 are missing, so this process does its work")
+    assert words.endswith("results of share 1/3 are missing, so this process does that share too")
     assert made
     nothing = doing(lambda number: pytest.fail("all is known"))
     assert finisher.map("a", units, nothing, lambda number: 0, None) == list(range(19))
@@ -463,7 +463,5 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
 
 def test_a_node_that_does_not_see_the_folder_of_the_leader_is_named(tmp_path: Path) -> None:
     launched_ranks.ensure_seen(tmp_path, "next: this")
-    with pytest.raises(
-        OperationError, match=r"staging: .* does not see this folder, .*; next: this"
-    ):
+    with pytest.raises(OperationError, match=r"staging: .* cannot see this folder, .*; next: this"):
         launched_ranks.ensure_seen(tmp_path / "staging", "next: this")

@@ -577,7 +577,7 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: Simu
     repaired.
     """
     other, numbers = open_simulated(cloud, URL), list[int]()
-    with pytest.raises(JournalError, match="finishes or rolls back"):
+    with pytest.raises(JournalError, match="finishes it or rolls it back"):
         commit(store, verify=lambda: numbers.append(commit(other, break_lock=True)))
     assert numbers == [1]
     assert cloud.names() == NEW
@@ -605,7 +605,7 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner_between_two_names(
 
     monkeypatch.setattr("ckptfix.storage.object_backend.write_state", write)
     with pytest.raises(
-        LockedError, match=r"another run took this lock over.*; next: wait until the other run"
+        LockedError, match=r"another run took over this lock.*; next: wait until the other run"
     ):
         undo(store)
     assert cloud.names() == NEW

@@ -78,7 +78,7 @@ def test_recovery_keeps_a_newer_save_with_the_same_size_and_ends(root: Path, kin
     save_again(root / name)
     before = snapshot(root)
     with pytest.raises(
-        JournalError, match=r"was written to: its time is .*ckptfix undo --force .*rm -r"
+        JournalError, match=r"was written to: its time changed .*ckptfix undo --force .*rm -r"
     ):
         run_recovery(root)
     assert snapshot(root) == before
@@ -90,7 +90,7 @@ def test_recovery_with_force_accepts_another_time(root: Path, kind: str) -> None
     name, edit = whole_file_edits(root)[kind]
     killed(root, edit)
     os.utime(root / name, ns=(5, 5))
-    with pytest.raises(JournalError, match="its time is"):
+    with pytest.raises(JournalError, match="its time changed from"):
         run_recovery(root)
     with folder_lock(root):
         assert recover(root, force=True) is not None
@@ -220,8 +220,8 @@ def test_a_save_that_overwrites_a_moved_file_is_named_until_it_wrote_the_old_nam
     """
     said = save_during(root, lambda: (root / "new").write_bytes(b"a new save"))
     lost = (
-        rf"{root / 'model'}: its bytes are lost: it was moved to {root / 'new'}, where a save"
-        r" wrote over it; "
+        rf"{root / 'model'}: its bytes are lost: it was moved to {root / 'new'}, and a save"
+        r" overwrote it there; "
     )
     assert re.search(
         rf"new changed while it was read: .*, and cannot be rolled back: {lost}.*next: wait"
@@ -246,7 +246,7 @@ def test_a_copy_of_a_killed_run_goes_back_without_links(root: Path, keeps_times:
     shutil.copytree(root, copy, copy_function=shutil.copy2 if keeps_times else shutil.copy)
     with folder_lock(copy):
         if not keeps_times:
-            with pytest.raises(JournalError, match="its time is"):
+            with pytest.raises(JournalError, match="its time changed from"):
                 recover(copy)
         recover(copy, force=not keeps_times)
     assert snapshot(copy, times=False) == old

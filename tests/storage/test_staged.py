@@ -163,7 +163,7 @@ def test_what_came_to_the_output_meanwhile_stays(tmp_path: Path) -> None:
         (staging.new / "x").touch()
         output.mkdir()
         (output / "theirs").touch()
-        with pytest.raises(ChangedError, match="appeared meanwhile"):
+        with pytest.raises(ChangedError, match="was created meanwhile"):
             put_in_place(staging)
     assert [path.name for path in tmp_path.rglob("*")] == ["c", "theirs"]
 

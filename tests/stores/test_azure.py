@@ -195,7 +195,9 @@ def test_messages_lead_on_and_hold_no_key(
 def test_every_byte_comes_back(store: AzureStore, fixture: str, policy: Policy) -> None:
     upload_folder(FIXTURES / fixture / "checkpoint", store.url)
     before = objects_of(store)
-    with pytest.raises(UsageError, match=r"must travel: .*; nothing was changed; .*--transfer"):
+    with pytest.raises(
+        UsageError, match=r"must be transferred: .*; nothing was changed; .*--transfer"
+    ):
         repair(store.url, policy=policy)
     receipt = repair(store.url, policy=policy, transfer=True)
     assert receipt.steps

@@ -176,10 +176,10 @@ def _content(folder: Path) -> dict[str, bytes]:
         ("expired", "the credential has expired; next: renew it"),
         (
             "denied",
-            "this credential may not do that (ListObjectsV2); next: aws sts get-caller-identity",
+            "this credential is not allowed to do this (ListObjectsV2); next: aws sts get-caller-identity",
         ),
         ("503", "503 SlowDown"),
-        ("gone", "the store did not answer 3 times"),
+        ("gone", "the store failed to answer 3 times"),
     ],
 )
 def test_what_lasts_is_named_with_the_next_step(

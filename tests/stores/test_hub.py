@@ -151,11 +151,11 @@ def test_a_commit_whose_request_or_answer_was_lost(hub: Hub, fault: str) -> None
 
 def test_messages_lead_on(hub: Hub, store: HubStore) -> None:
     for url, words in {
-        "hf://me": "names no repository",
-        "hf://datasets/me": "names no repository",
-        "hf://buckets/me/run": "names no repository",
+        "hf://me": "has no repository",
+        "hf://datasets/me": "has no repository",
+        "hf://buckets/me/run": "has no repository",
         "hf://me/none/x": "hf auth login",
-        f"hf://{REPO}@none/x": "name another one",
+        f"hf://{REPO}@none/x": "choose an existing one",
     }.items():
         with pytest.raises(UsageError, match=words):
             open_store(url).list()
@@ -186,7 +186,9 @@ def test_nothing_is_repaired_in_place(hub: Hub, tmp_path: Path) -> None:
     fill(hub, FIXTURES / "lone-nested-train" / "checkpoint")
     before = hub.tree
     for change in (repair, undo, plan_repair):
-        with pytest.raises(UsageError, match=r"changes no files on the hub; next: hf download"):
+        with pytest.raises(
+            UsageError, match=r"does not change files on the hub; next: hf download"
+        ):
             change(URL)
     assert hub.tree == before
 
@@ -209,7 +211,7 @@ def test_an_upload_meets_other_commits(hub: Hub) -> None:
     assert {name for name in below(hub) if not name.startswith(".ckptfix/")} == names_of(GOLDEN)
     # Of a file that the upload replaces: nothing is changed.
     meet({"run/checkpoint_7/model.safetensors": b"by another program"})
-    with pytest.raises(OperationError, match="another commit came in between"):
+    with pytest.raises(OperationError, match="another commit was made meanwhile"):
         upload(FIXTURES / "lone-nested-train" / "checkpoint", URL, overwrite=True)
     assert hub.titles[-1] == "by hand"
 

@@ -106,7 +106,7 @@ def test_no_path_of_this_machine_is_looked_at(
         captured = capsys.readouterr()
         assert status in (0, 1), captured.err
         assert refused == [], captured.err
-        assert "fault of ckptfix" not in captured.err
+        assert "bug in ckptfix" not in captured.err
 
 
 def test_the_refusal_refuses(refused: list[str]) -> None:

@@ -119,7 +119,7 @@ def test_a_file_that_a_repair_left_is_missed(run_url: str, tmp_path: Path) -> No
     assert ckptfix.check(lone).status == 0
     (lone / "model_1.safetensors").unlink()
     (finding,) = ckptfix.check(lone).findings
-    assert str(finding) == "model_1.safetensors is missing: repair 1 left it here"
+    assert str(finding) == "model_1.safetensors is missing: repair 1 left it in the folder"
     url = put(DOUBLED, f"{run_url}/lone")
     ckptfix.repair(url, transfer=True)
     open_store(url).delete("model_1.safetensors")
@@ -144,7 +144,7 @@ def test_an_upload_that_was_repaired_lacks_nothing(
     os.unlink(folder / "model_1.safetensors")
     assert ckptfix.check(folder).status == 1
     if has_journal:
-        with pytest.raises(UsageError, match=r"changed objects of a store .* undone only there"):
+        with pytest.raises(UsageError, match=r"changed objects in a store .* only be undone there"):
             ckptfix.undo(download(url, tmp_path / "again"))
         ckptfix.undo(url, transfer=True)
         assert contents(open_store(url)) == before
@@ -219,7 +219,7 @@ def test_a_download_of_a_repair_that_was_cut_short(half_done: tuple[str, Path]) 
     with pytest.raises(UsageError, match="a repair was interrupted"):
         ckptfix.latest_checkpoint(folder.parent)
     for verb in (ckptfix.repair, ckptfix.undo):
-        with pytest.raises(JournalError, match="cut short in a store"):
+        with pytest.raises(JournalError, match="downloaded from a store in which repair"):
             verb(folder)
     assert not ckptfix.seal(folder).written
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -349,5 +349,5 @@ def test_a_seal_in_a_store_hides_no_repair_of_the_uploaded_folder(
     ckptfix.repair(url, policy=Policy(keys=Keys.DDP), transfer=True)
     assert ckptfix.check(url).status == 0
     assert ckptfix.undo(url, transfer=True).transaction == 1
-    with pytest.raises(UsageError, match="changed the folder before it was uploaded"):
+    with pytest.raises(UsageError, match="changed the folder before the upload"):
         ckptfix.undo(url, transfer=True)

@@ -150,13 +150,13 @@ def test_the_slips_of_a_new_user_are_named_and_nothing_is_uploaded(
         (
             url,
             "new",
-            "expected a folder of this machine; next, to download a checkpoint: .*aws s3 cp",
+            "expected a folder on this machine; next, to download a checkpoint: .*aws s3 cp",
         ),
         (
             "run",
             url,
             (
-                r"run holds no file of a checkpoint, but 1 folder \('checkpoint_0'\): name one of"
+                r"run has no checkpoint files, but 1 folder \('checkpoint_0'\): name one of"
                 r" them"
             ),
         ),
@@ -228,7 +228,7 @@ def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
             expected = {
                 "unchanged": (
                     f"{URL} is unchanged",
-                    f"nothing was written at {URL}",
+                    f"nothing was written to {URL}",
                     "nothing was changed",
                 ),
                 "complete": (f"{URL} is complete",),
@@ -422,7 +422,7 @@ def test_an_object_that_another_program_changed_is_not_committed(
     sent = send(place, plan, folder, plan.files)
     cloud.write("run/checkpoint_7/optimizer.bin", b"???")
     with pytest.raises(
-        ChangedError, match=r"optimizer\.bin: 3 B with ETag .* uploaded, and now 3 B"
+        ChangedError, match=r"optimizer\.bin: another program .* \(expected 3 B, ETag .*; found 3 B"
     ):
         finish_upload(place, plan, sent)
     assert not is_committed(place)
@@ -436,7 +436,7 @@ def test_only_what_was_uploaded_may_be_replaced(tmp_path: Path, cloud: Cloud) ->
         objects_replaced(place, overwrite=True)
     cloud.objects.clear()
     upload_folder(place, folder_of(tmp_path, "old", OLD))
-    with pytest.raises(UsageError, match="or --overwrite"):
+    with pytest.raises(UsageError, match="or add --overwrite"):
         objects_replaced(place, overwrite=False)
     assert set(objects_replaced(place, overwrite=True)) == {*OLD, MANIFEST}
     cloud.write(f"run/checkpoint_7/{MANIFEST}", b"of a seal")
@@ -590,7 +590,7 @@ def test_migrate_and_salvage_write_to_a_url(
         name: data for name, data in contents(open_store(url)).items() if name.endswith(".bin")
     } == {path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.bin")}
     assert run(["migrate", str(source), url, "--to", "safetensors"]) == 2
-    assert "or --overwrite" in capsys.readouterr().err
+    assert "or add --overwrite" in capsys.readouterr().err
     options = ["--to", "safetensors", "--overwrite", "--allow-damage"]
     assert run(["migrate", str(source), url, *options]) == 0
     assert "pytorch_model.bin" not in open_store(url).list()
@@ -644,7 +644,7 @@ def test_two_processes_migrate_to_a_store_as_one_does(tmp_path: Path, bucket: st
     assert len(contents(places[1])) == 9
     again = ranks("migrate", source, f"{bucket}/two/checkpoint_7", *options)
     assert [process.returncode for process in again] == [2, 2]
-    assert "choose another place, or --overwrite" in again[0].stderr
+    assert "choose another path, or add --overwrite" in again[0].stderr
 
 
 @pytest.mark.slow

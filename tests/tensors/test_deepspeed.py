@@ -112,7 +112,7 @@ def test_fp32_weights_round_to_those_of_training(name: str) -> None:
 def test_zero3_has_no_weights_in_the_dtype_of_training(name: str) -> None:
     dtype = "BF16" if "bf16" in SCENARIOS[name].config else "F32"
     with pytest.raises(
-        OperationError, match=rf"in fp32 alone \(the training had them in {dtype}\); next: name"
+        OperationError, match=rf"in fp32 only \(training used {dtype}\); next: name"
     ):
         open_checkpoint(FIXTURES / name / "checkpoint", original=True)
 
@@ -173,7 +173,7 @@ def test_latest_leads_nowhere_else(tmp_path: Path, tag: str) -> None:
     root = tmp_path / "root"
     shutil.copytree(tmp_path / "outside", root / "inside" / "deeper")
     (root / "latest").write_bytes(tag.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UsageError, match="holds no weights"):
+    with pytest.raises(UsageError, match="has no model weights"):
         open_checkpoint(root)
 
 
@@ -204,12 +204,11 @@ def test_a_missing_rank_is_an_error(copied: Path) -> None:
             rank = path.name.split("rank_")[1][0]
             kind = "optimizer states" if "optim" in path.name else "model states"
             have = many if "optim" in path.name else many - 1
-            assert f"files of {kind} of {have} ranks, {have + 1} saved it" in str(caught.value)
-            assert f"the first rank without one is {rank}; next: " in str(caught.value)
+            assert f" of {kind} (expected {have + 1}, one per rank); " in str(caught.value)
+            assert f": {have} file" in str(caught.value)
+            assert f"first missing rank: {rank}; next: " in str(caught.value)
         else:
-            assert f"{many} files of optimizers and none of model states; next: " in str(
-                caught.value
-            )
+            assert f"{many} optimizer files, but no model states; next: " in str(caught.value)
         path.write_bytes(data)
     assert the_weights(copied).tensors
 
@@ -221,7 +220,9 @@ def test_a_rank_too_many_is_an_error(copied: Path) -> None:
         folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
         folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt",
     )
-    with pytest.raises(OperationError, match="files of optimizer states of 3 ranks, 2 saved it"):
+    with pytest.raises(
+        OperationError, match=r"3 files of optimizer states \(expected 2, one per rank\)"
+    ):
         open_checkpoint(copied)
 
 
@@ -233,13 +234,16 @@ def test_no_optimizer_at_all_leaves_the_weights_of_training(copied: Path) -> Non
 
 
 REFUSED = [
-    ("mp_rank_01_model_states.pt", "cut into 2 parts, for tensor parallelism"),
-    ("zero_pp_rank_0_mp_rank_03_optim_states.pt", "cut into 4 parts, for tensor parallelism"),
-    ("layer_01-model_00-model_states.pt", "cut into 1 files of layers, for pipeline"),
-    ("layer_0_expert_3_mp_rank_00_model_states.pt", "1 files hold experts"),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", "1 files hold experts"),
-    ("zero_pp_rank_0_mp_rank_00_model_states.pt", "two saves are mixed"),
-    ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "both of rank 1: two saves are mixed"),
+    ("mp_rank_01_model_states.pt", "split into 2 parts for tensor parallelism"),
+    ("zero_pp_rank_0_mp_rank_03_optim_states.pt", "split into 4 parts for tensor parallelism"),
+    ("layer_01-model_00-model_states.pt", "split into 1 layer file for pipeline"),
+    ("layer_0_expert_3_mp_rank_00_model_states.pt", "MoE experts in 1 file"),
+    ("expp_rank_0_mp_rank_00_optim_states.pt", "MoE experts in 1 file"),
+    ("zero_pp_rank_0_mp_rank_00_model_states.pt", "the files come from two saves"),
+    (
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "both belong to rank 1: the files come from two saves",
+    ),
 ]
 
 
@@ -266,7 +270,8 @@ def test_the_states_of_another_save_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "zero3" / "pytorch_model").glob("*_optim_states.pt"):
         shutil.copy(path, folder)
     with pytest.raises(
-        OperationError, match=r"it is of ZeRO-3, and mp_rank_00_model_states\.pt of ZeRO-1 or 2"
+        OperationError,
+        match=r"it is from ZeRO-3, but mp_rank_00_model_states\.pt is from ZeRO-1 or ZeRO-2",
     ):
         open_checkpoint(tmp_path / "zero2")
 
@@ -287,30 +292,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"param_shapes": [OrderedDict({"p0.weight": torch.Size([1])})]}, "elements.* take 1;"),
     (
         {"param_shapes": [OrderedDict({"p0.weight": (-3, 5)})]},
-        "the shape of 'p0.weight' is not a shape",
+        "the shape of 'p0.weight' is invalid",
     ),
     (
         {"param_shapes": [OrderedDict({"p0.weight": (1 << 70, 0)})]},
-        "the shape of 'p0.weight' is not a shape",
+        "the shape of 'p0.weight' is invalid",
     ),
     (
         {"param_shapes": [OrderedDict({"p0.weight": (1 << 40, 1 << 40)})]},
-        "the shape of 'p0.weight' is not a shape",
+        "the shape of 'p0.weight' is invalid",
     ),
     (
         {"param_shapes": [OrderedDict({"p0.weight": "text"})]},
-        "the shape of 'p0.weight' is not a shape",
+        "the shape of 'p0.weight' is invalid",
     ),
     (
         {"param_shapes": [OrderedDict({"p0.weight": (1,) * 65})]},
-        "the shape of 'p0.weight' is not a shape",
+        "the shape of 'p0.weight' is invalid",
     ),
-    ({"param_shapes": [OrderedDict()] * 2}, "two of its groups are one dict"),
-    ({"buffer_names": None}, "no model states of DeepSpeed"),
-    ({"module": None}, "no model states of DeepSpeed"),
-    ({"mp_world_size": 4}, "cut into 4 parts, for tensor parallelism"),
+    ({"param_shapes": [OrderedDict()] * 2}, "two of its groups are the same dict"),
+    ({"buffer_names": None}, "no DeepSpeed model states"),
+    ({"module": None}, "no DeepSpeed model states"),
+    ({"mp_world_size": 4}, "split into 4 parts for tensor parallelism"),
     ({"param_shapes": [OrderedDict({"p0.weight": torch.Size([5, 3])})]}, "take (15|8);"),
-    ({"shared_params": {"tied": "gone"}}, "'tied' is tied to 'gone', which is not there"),
+    ({"shared_params": {"tied": "gone"}}, "'tied' is tied to 'gone', which is missing"),
 ]
 
 
@@ -332,7 +337,7 @@ def test_a_frozen_parameter_left_out_under_zero3(tmp_path: Path) -> None:
     left_out = {"frozen_param_shapes": None, "frozen_param_fragments": None}
     make_zero(tmp_path, [trained((5, 3))], stage=3, ranks=2, frozen=frozen, changed=left_out)
     with pytest.raises(
-        OperationError, match=r"the parameter 'base\.weight' is in no partition.*next: "
+        OperationError, match=r"the parameter 'base\.weight' is not in any partition.*next: "
     ):
         open_checkpoint(tmp_path)
 
@@ -374,7 +379,7 @@ def test_a_frozen_share_that_is_too_short(tmp_path: Path) -> None:
     short = {"frozen_param_fragments": {"base.weight": torch.ones(2)}}
     make_zero(tmp_path, [trained((5, 3))], stage=3, ranks=3, frozen=frozen, changed=short)
     with pytest.raises(
-        OperationError, match=r"2 of the 3 elements that its share of 'base\.weight' has; next: "
+        OperationError, match=r"it has 2 of the 3 elements in its share of 'base\.weight'; next: "
     ):
         open_checkpoint(tmp_path)
 
@@ -401,8 +406,8 @@ def test_partitions_that_do_not_fit(tmp_path: Path, stage: int) -> None:
         flats[0] = torch.zeros(2 * len(flats[0]))[::2]
 
     have = (
-        "elements that|have 21 elements, its 2 parameters take 22|partitions of 11 elements.* "
-        "take 12"
+        "elements in its share|have 21 elements, but its 2 parameters take 22"
+        "|partitions have 11 elements.* take 12"
     )
     broken(tmp_path / "short", stage, shorten)
     with pytest.raises(OperationError, match=f"({have}); next: "):
@@ -410,11 +415,11 @@ def test_partitions_that_do_not_fit(tmp_path: Path, stage: int) -> None:
     broken(tmp_path / "more", stage, lambda flats: flats.append(torch.ones(4)))
     with pytest.raises(
         OperationError,
-        match=r"(of 2 parameter groups, mp_rank.* has 1|of 16 elements.* take 12); next: ",
+        match=r"(of 2 parameter groups, but mp_rank.* has 1|have 16 elements.* take 12); next: ",
     ):
         open_checkpoint(tmp_path / "more")
     broken(tmp_path / "strided", stage, stride)
-    with pytest.raises(OperationError, match="do not follow one another; next: "):
+    with pytest.raises(OperationError, match="are not contiguous; next: "):
         open_checkpoint(tmp_path / "strided")
     broken(tmp_path / "half", stage, convert)
     with pytest.raises(OperationError, match=r"several dtypes \(F16, F32\); next: "):
@@ -468,7 +473,9 @@ def test_an_older_deepspeed_that_says_less(tmp_path: Path) -> None:
         ]
     }
     (tmp_path / "zero_pp_rank_1_mp_rank_00optim_states.pt").unlink()
-    with pytest.raises(OperationError, match="of 1 ranks, 2 saved it"):
+    with pytest.raises(
+        OperationError, match=r"1 file of optimizer states \(expected 2, one per rank\)"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -166,5 +166,5 @@ def test_an_optimizer_that_starts_otherwise_is_refused() -> None:
     state = OptimizerState(
         label="x", strategy=Strategy.DDP, groups=groups, states={"a": {"mu_product": 0.9}}
     )
-    with pytest.raises(OperationError, match=r"x: 1 parameter without states, 'b'.*mu_product"):
+    with pytest.raises(OperationError, match=r"x: 1 parameter without states \('b'\).*mu_product"):
         state.started({"b": (2,)})

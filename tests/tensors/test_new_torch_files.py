@@ -188,7 +188,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPE_BITS) - set(DTYPE_NAMES)))
 def test_a_dtype_that_torch_has_not_is_refused(dtype: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=f"'w' is of {dtype}"):
+    with pytest.raises(UnsupportedFormat, match=f"'w' has dtype {dtype}"):
         torch_files("model", [NewTensor("w", dtype, (8,), DTYPE_BITS[dtype])], {})
 
 
@@ -196,7 +196,7 @@ def test_a_pickle_that_could_not_be_read_back_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("ckptfix.tensors.new_torch_files.MAX_PICKLE", 1000)
     tensors = [NewTensor(f"{number}.weight", "F32", (1,), 4) for number in range(20)]
     with pytest.raises(
-        UnsupportedFormat, match="1409 bytes, 1000 are read back at most; use shards"
+        UnsupportedFormat, match="1409 bytes, but at most 1000 can be read back; use shards"
     ):
         torch_files("model", tensors, {})
     assert len(torch_files("model", tensors, {}, most=16)) == 5 + 1

@@ -280,7 +280,9 @@ def test_parameters_without_moments(tmp_path: Path) -> None:
     held = {name: value for name, value in made.state.states.items() if name != "b0.weight"}
     made.state = replace(made.state, states=held)
     new = new_files(made, Strategy.ZERO2, 2)
-    assert any("1 parameter without moments, 'b0.weight': ZeRO keeps" in note for note in new.notes)
+    assert any(
+        "1 parameter without moments ('b0.weight'): ZeRO stores" in note for note in new.notes
+    )
     write_states(tmp_path / "zeros", new)
     (state,) = open_optimizers(tmp_path / "zeros")
     found = tensors(state.states["b0.weight"])
@@ -300,7 +302,7 @@ def test_tensors_that_may_be_buffers_are_named_for_zero3(tmp_path: Path) -> None
     """
     made = Made(tmp_path / "old")
     (words,) = new_files(made, Strategy.ZERO3, 2).notes
-    assert "'still.weight': in no param group, and so taken for frozen parameters" in words
+    assert "'still.weight': in no param group, so treated as frozen parameters" in words
     assert new_files(made, Strategy.ZERO3, 2, frozen={"still.weight"}).notes == ()
     new = new_files(made, Strategy.ZERO3, 2, buffers=[*made.buffers, "still.weight"])
     assert new.notes == ()
@@ -322,7 +324,7 @@ def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(
     made = Made(tmp_path / "old")
     new = new_files(made, Strategy.UNIVERSAL, 2)
     assert any(
-        "lr differs between param groups, and ZeRO-3 would take that of group 0 for all: the"
+        "lr differs between param groups, but ZeRO-3 would use the value of group 0 for all: the"
         in note
         for note in new.notes
     )
@@ -331,7 +333,7 @@ def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(
     assert "optimizer_state_dict" not in shared
     made.state = optimizer_of(made.groups, made.moments, [OPTIONS, OPTIONS])
     new = new_files(made, Strategy.UNIVERSAL, 2)
-    assert any("ZeRO-3 would give all its sub-groups one step tensor" in note for note in new.notes)
+    assert any("all sub-groups of ZeRO-3 would share one step tensor" in note for note in new.notes)
     write_states(tmp_path / "equal", new)
     assert "optimizer_state_dict" not in _global_state(tmp_path / "equal")
     counted = {
@@ -360,8 +362,7 @@ def _global_state(root: Path) -> dict[str, Any]:
 def test_what_a_universal_checkpoint_does_not_bring_back_is_said(tmp_path: Path) -> None:
     new = new_files(Made(tmp_path / "old"), Strategy.UNIVERSAL, 2)
     assert any(
-        "no buffers and no frozen parameters" in note and "still.weight" in note
-        for note in new.notes
+        "no buffers or frozen parameters" in note and "still.weight" in note for note in new.notes
     )
 
 
@@ -378,15 +379,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"exp_avg": stored(torch.ones(4))},
-        r"a1\.weight\.exp_avg: the shape \[4\], and the parameter \[4, 4\]",
+        r"a1\.weight\.exp_avg: its shape is not its parameter's \(expected \[4, 4\], found \[4\]\)",
     ),
     (
         {"exp_avg": StoredTensor("", "U8", (4, 4), Inline(bytes(16)))},
-        r"a1\.weight\.exp_avg: of U8, and ZeRO keeps states in fp32",
+        r"a1\.weight\.exp_avg: its dtype is U8, but ZeRO keeps states in fp32",
     ),
     (
         {"row": stored(torch.ones(4, 4))},
-        r"a0\.weight\.row: not in the optimizer, and it does not begin with zeros",
+        r"a0\.weight\.row: missing from the optimizer, and its initial value is not zero",
     ),
 ]
 
@@ -411,7 +412,7 @@ def test_a_param_group_without_trained_parameters(tmp_path: Path) -> None:
     )
     with pytest.raises(
         OperationError,
-        match=r"param group 1 has no parameter that is trained.*; next: leave the group",
+        match=r"param group 1 has no trained parameters.*; next: remove the group",
     ):
         new_files(made, Strategy.ZERO2, 2, frozen=frozen)
     write_states(tmp_path / "new", new_files(made, Strategy.ZERO3, 2, frozen=frozen))
@@ -424,7 +425,7 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     made = Made(tmp_path / "old")
     made.state = optimizer_of([*made.groups, ["other.weight"]], made.moments)
     with pytest.raises(
-        OperationError, match=r"'other\.weight': in the optimizer, and not in the model; next: "
+        OperationError, match=r"'other\.weight': in the optimizer but not in the model; next: "
     ):
         new_files(made, Strategy.ZERO2, 2)
 

@@ -229,7 +229,7 @@ def test_states_that_fit_no_other_strategy(tmp_path: Path) -> None:
         "0.kind": "neither a tensor nor a number",
         "0.sparse": "a sparse tensor",
         "0.empty": "a dict or list of 0 values",
-        "state.global": "not a state of a parameter",
+        "state.global": "not the state of a parameter",
     }
     assert found.extra == {"version": 7, "state.global": {"count": 4}}
     assert found.groups[0].options["lr"] == 0.1
@@ -243,7 +243,7 @@ def test_flat_parameters_are_refused(tmp_path: Path) -> None:
     }
     torch.save(state, tmp_path / "optimizer.bin")
     with pytest.raises(
-        OperationError, match=r"a flat parameter of FSDP1.*SHARDED_STATE_DICT'; next: "
+        OperationError, match=r"an FSDP1 flat parameter.*SHARDED_STATE_DICT'; next: "
     ):
         open_optimizers(tmp_path)
 
@@ -251,10 +251,10 @@ def test_flat_parameters_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ([1], "it holds no state of an optimizer"),
+        ([1], "it is not an optimizer state dict"),
         ({"state": {}, "param_groups": [3]}, "param group 0 is not a dict of hyperparameters"),
         ({"state": {}, "param_groups": [{"params": [1.5]}]}, "are neither numbers nor names"),
-        ({"state": {}, "param_groups": [{"params": [1, "a"]}]}, "are numbers and names"),
+        ({"state": {}, "param_groups": [{"params": [1, "a"]}]}, "mix numbers and names"),
     ],
 )
 def test_what_no_optimizer_saves(tmp_path: Path, state: Any, words: str) -> None:
@@ -286,7 +286,7 @@ def test_references_without_end_are_refused(tmp_path: Path) -> None:
     torch.save(
         {"state": {}, "param_groups": [{"params": [], "x": value}]}, tmp_path / "optimizer.bin"
     )
-    with pytest.raises(OperationError, match="again and again"):
+    with pytest.raises(OperationError, match="over and over"):
         open_optimizers(tmp_path)
     loop: list[Any] = []
     loop.append(loop)
@@ -341,7 +341,7 @@ def test_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
     for name, state in expected["states"].items():
         for key, value in state.items():
             assert same(read(found.states[name][key]), value), (name, key)
-    with pytest.raises(OperationError, match="'_flat_param' is a flat parameter of FSDP1"):
+    with pytest.raises(OperationError, match="'_flat_param' is an FSDP1 flat parameter"):
         open_checkpoint(tmp_path / "local")
 
 
@@ -353,7 +353,8 @@ def test_shards_on_meshes_of_two_dimensions(tmp_path: Path) -> None:
     assert weights.named().keys() == expected.keys() - {"partial"}
     assert weights.unread == {
         "partial": (
-            "a tensor that is cut in a way that is not read (Partial), as with tensor parallelism"
+            "a tensor that is split in a way that ckptfix does not read (Partial), as in tensor "
+            "parallelism"
         )
     }
 
@@ -368,7 +369,7 @@ def test_a_missing_rank_is_named(saved: Path, tmp_path: Path, rank: int) -> None
         (tmp_path / f"{kind}_rank{rank}.bin").unlink()
         with pytest.raises(
             OperationError,
-            match=rf"{kind}_rank{rank}\.bin is missing, the file of rank {rank}: 2 ranks",
+            match=rf"{kind}_rank{rank}\.bin, the file of rank {rank}, is missing: 2 ranks",
         ):
             opened(tmp_path)
 
@@ -384,7 +385,7 @@ def test_check_names_a_missing_rank(saved: Path, tmp_path: Path, kind: str) -> N
     (tmp_path / f"{kind}_rank1.bin").unlink()
     (found,) = check(tmp_path).all_findings
     assert (found.code, str(found.path)) == ("missing-rank", f"{kind}_rank1.bin")
-    assert "is missing: 2 ranks saved it" in str(found)
+    assert "is missing: 2 ranks saved the checkpoint" in str(found)
     (tmp_path / f"{kind}_rank0.bin").write_bytes(b"")
     assert "missing-rank" not in {one.code for one in check(tmp_path).all_findings}, (
         "rank 0 is damaged itself"

@@ -181,10 +181,10 @@ def test_a_factory_of_a_module_is_asked_in_a_process_of_its_own(
         UsageError, match=f"the factory {module}:broken raised RuntimeError: no GPU here"
     ):
         name_optimizers(tmp_path, states, model=f"{module}:broken")
-    with pytest.raises(UsageError, match="write module:factory"):
+    with pytest.raises(UsageError, match="expected module:factory"):
         name_optimizers(tmp_path, states, model="own_models")
     with pytest.raises(
-        OperationError, match=r"no --model, and no config\.json .*; help: give the model"
+        OperationError, match=r"no --model, and no config\.json .*; help: name the model"
     ):
         name_optimizers(tmp_path, states)
 
@@ -206,7 +206,11 @@ def test_a_factory_returns_a_model_and_optimizers_of_its_parameters(tmp_path: Pa
 
     expected: list[tuple[Factory, type[Exception], str]] = [
         (nothing, UsageError, "the factory nothing returned int, not a torch.nn.Module"),
-        (stranger, UsageError, "an optimizer with parameters of no model that it returned"),
+        (
+            stranger,
+            UsageError,
+            "an optimizer with parameters that are in none of the returned models",
+        ),
         (smaller, OperationError, r"its param groups have \[6\] parameters \(expected \[2\]\)"),
     ]
     for factory, error, words in expected:

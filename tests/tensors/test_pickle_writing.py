@@ -165,7 +165,7 @@ def test_opcodes_one_by_one_share_the_memo_with_whole_values() -> None:
 
 
 def test_what_has_no_place_in_a_pickle() -> None:
-    with pytest.raises(TypeError, match="a bytes has no place in a pickle"):
+    with pytest.raises(TypeError, match="cannot write a bytes to a pickle"):
         pickled(b"bytes")
     with pytest.raises(UnsupportedFormat, match="an integer of 313 bytes"):
         pickled(1 << 2500)

@@ -128,7 +128,7 @@ def test_a_missing_first_rank_is_an_error(tmp_path: Path, said: Said) -> None:
     status, out, _ = said("check", folder)
     assert status == 1
     assert (
-        f"missing-rank: {first.name} is missing: of 'a.w', 6 of its 12 elements are in no part"
+        f"missing-rank: {first.name} is missing: 'a.w' has a gap (6 of its 12 elements are in no part"
         in out
     )
     assert said("migrate", folder, tmp_path / "new", "--to", "bin")[0] == 3
@@ -148,7 +148,7 @@ def test_many_missing_ranks_are_one_error(tmp_path: Path, said: Said) -> None:
     (finding,) = check(folder).findings
     assert str(finding).startswith(
         "shard-00002-model-00001-of-00001.safetensors and 99996 more files of 99997 ranks are "
-        "missing: of 'w', 99997 of its 99999 elements are in no part"
+        "missing: 'w' has a gap (99997 of its 99999 elements are in no part"
     )
     status, out, _ = said("check", "--json", folder)
     (fields,) = json.loads(out)["checkpoints"][0]["findings"]
@@ -253,14 +253,14 @@ def test_the_places_follow_renamed_keys_of_one_rank(tmp_path: Path, said: Said) 
 def test_one_file_is_no_model(tmp_path: Path, said: Said) -> None:
     first, _ = save_halves(tmp_path / "c", PAIR)
     status, _, err = said("migrate", first, tmp_path / "new.bin", "--to", "bin")
-    assert (status, "one rank's parts of tensors" in err) == (3, True)
+    assert (status, "only one rank's parts of the tensors" in err) == (3, True)
     assert said("check", first)[0] == 0
 
 
 def test_loads_of_accelerate_are_refused(tmp_path: Path, said: Said) -> None:
     save_halves(tmp_path / "c", PAIR)
     status, _, err = said("verify", "--device-map", "auto", tmp_path / "c")
-    assert (status, "one rank's parts of tensors" in err) == (2, True)
+    assert (status, "only one rank's parts of the tensors" in err) == (2, True)
 
 
 def test_a_tolerant_load_is_refused(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_tolerant_load_is_refused(tmp_path: Path) -> None:
     other = torch.nn.Linear(3, 4)
     before = other.weight.clone()
     with pytest.raises(
-        LoadError, match="each file has one rank's parts of tensors; next: ckptfix migrate"
+        LoadError, match="each file has only one rank's parts of the tensors; next: ckptfix migrate"
     ):
         load_checkpoint_tolerant(other, tmp_path)
     assert torch.equal(other.weight, before)

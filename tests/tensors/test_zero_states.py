@@ -106,7 +106,8 @@ def test_the_parameters_of_round_robin_are_in_the_order_of_the_optimizer() -> No
 
 def test_an_optimizer_without_zero_is_not_passed_over() -> None:
     with pytest.raises(
-        OperationError, match=r"of DeepSpeed without ZeRO is in the model states.*; next: "
+        OperationError,
+        match=r"without ZeRO, DeepSpeed keeps the optimizer in the model states.*; next: ",
     ):
         open_optimizers(FIXTURES / "zero0" / "checkpoint")
 
@@ -184,10 +185,10 @@ def _strided(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_shorter, r"'exp_avg'.*have \d+ elements|partitions of \d+ elements"),
+        (_shorter, r"'exp_avg'.*have \d+ elements|partitions have \d+ elements"),
         (_later, "the partitions of 'step' of .* differ between ranks"),
-        (_without, "its states of flat parameter 0 are not those of rank 0"),
-        (_strided, "do not follow one another"),
+        (_without, "its states of flat parameter 0 differ from those of rank 0"),
+        (_strided, "are not contiguous"),
     ],
 )
 @pytest.mark.parametrize("stage", [2, 3])
@@ -217,7 +218,7 @@ def test_experts_that_are_cut_among_other_ranks_are_refused(tmp_path: Path) -> N
     states = torch.load(path, weights_only=True)
     states["optimizer_state_dict"]["ds_zero_partition_groups"] = [{"partition_count": 1}]
     torch.save(states, path)
-    with pytest.raises(OperationError, match="experts of a mixture are cut among other ranks"):
+    with pytest.raises(OperationError, match="MoE experts are partitioned across different ranks"):
         opened(tmp_path)
 
 
@@ -226,7 +227,7 @@ def test_an_optimizer_on_nvme_is_refused_by_name(tmp_path: Path) -> None:
     (root / TAG / "offloaded_tensors" / "rank00").mkdir(parents=True)
     for read in (opened, open_checkpoint):
         with pytest.raises(
-            OtherKindError, match=r"offloaded to NVMe \(offloaded_tensors/\).*; next: "
+            OtherKindError, match=r"offloaded to NVMe, .* \(offloaded_tensors/\); next: "
         ):
             read(root)
 
@@ -235,7 +236,8 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     root = Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / "checkpoint"))
     (root / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(
-        OperationError, match=r"of 1 ranks, 2 saved it; the first rank without one is 1; next: "
+        OperationError,
+        match=r"1 file of .* \(expected 2, one per rank\); first missing rank: 1; next: ",
     ):
         opened(root)
 
@@ -324,7 +326,7 @@ def test_a_universal_checkpoint_leads_nowhere_else(tmp_path: Path, name: str) ->
     shutil.copy(
         tmp_path / "source" / "zero_pp_rank_0_mp_rank_00_model_states.pt", tmp_path / "universal"
     )
-    with pytest.raises(OperationError, match="is not the name of a parameter; next: "):
+    with pytest.raises(OperationError, match="is not a valid parameter name; next: "):
         open_checkpoint(tmp_path / "universal")
 
 
@@ -338,6 +340,6 @@ def test_a_tensor_of_another_size(tmp_path: Path) -> None:
     )
     assert open_checkpoint(tmp_path / "universal").weights
     with pytest.raises(
-        OperationError, match=r"'p0\.weight\.exp_avg' has the shape \[16\], .* \[5, 3\]"
+        OperationError, match=r"'p0\.weight\.exp_avg' has shape \[16\], .* \[5, 3\]"
     ):
         opened(tmp_path / "universal")

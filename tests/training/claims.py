@@ -54,7 +54,11 @@ def claims(folder: Path) -> list[dict[str, Any]]:
                     warnings.simplefilter("always")
                     reset()
                     again(Accelerator(cpu=True), registry, form, verb)
-                    said = [str(one.message) for one in seen if "holds already" in str(one.message)]
+                    said = [
+                        str(one.message)
+                        for one in seen
+                        if "this Accelerator already has" in str(one.message)
+                    ]
                     reset()
                     stock = accelerate.Accelerator(cpu=True)
                     again(stock, registry, form, verb)

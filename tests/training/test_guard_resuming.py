@@ -174,7 +174,9 @@ def test_trained_unguarded_and_resumed_under_the_guard(
             found = in_memory(session)
             expected = json.loads((tmp_path / f"{scenario.name}.json").read_text())
             wrong += [f"{scenario.name}: {part}" for part in found if found[part] != expected[part]]
-            said = [str(one.message) for one in seen if "number by number" in str(one.message)]
+            said = [
+                str(one.message) for one in seen if "Loaded by content instead" in str(one.message)
+            ]
             if policy is None:
                 assert len(said) == 1, scenario.name
                 assert "duplicate" in said[0] or " again as " in said[0]
@@ -212,7 +214,7 @@ def test_unguarded_the_repaired_folder_fails_as_check_and_repair_said(tmp_path: 
                 warnings.simplefilter("ignore")
                 session = session_of(scenario)
             if "student" in target.name:
-                assert "finds another model in model_1.safetensors" in said
+                assert "finds the wrong model in model_1.safetensors" in said
                 with pytest.raises(RuntimeError, match="loading state_dict"):
                     session.accelerator.load_state(str(target))
             else:

@@ -338,7 +338,7 @@ def test_a_rank_for_which_migrate_wrote_the_step_alone(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c")
     torch.save({"step": 2}, folder / "random_states_0.pkl")
     run = fresh()
-    with pytest.warns(UserWarning, match=r"random_states_0\.pkl holds the step alone"):
+    with pytest.warns(UserWarning, match=r"random_states_0\.pkl contains only the step"):
         report = load_state_tolerant(run.accelerator, folder)
     assert report.of("rng")[0].status is Status.SKIPPED
     assert report.of("step")[0].status is Status.RESTORED

@@ -177,7 +177,7 @@ def test_models_in_another_order_take_optimizers_and_schedulers_along(
     assert {component.status for component in report.of("optimizers")} == {Status.ADAPTED}
     first = report.of("optimizers")[0]
     assert first.files == ("optimizer_1.bin",)
-    assert "from another position, with models 0 (Right)" in first.reason
+    assert "moved from another position, with models 0 (Right)" in first.reason
     assert ("by the order in which both were saved" in first.reason) is not guarded
     assert "with optimizers 0 (AdamW)" in report.of("schedulers")[0].reason
     assert not any(component.by_position for component in report)
@@ -245,15 +245,19 @@ def test_what_cannot_be_followed_is_refused_and_not_given_by_position(
     assert report.is_complete
     reset()
     text = refused(
-        run(2, 1, 0), tmp_path / "c", r"the models are in another order here than in the folder"
+        run(2, 1, 0),
+        tmp_path / "c",
+        r"the models of this run are in a different order than in the folder",
     )
     assert "optimizer.bin: " in text
     assert "optimizer_1.bin: " in text
-    assert "next: prepare the models in the order of the run that saved" in text
+    assert "next: prepare the models in the same order as the run that saved" in text
     reset()
     here = run(2, 1, 0)
     policy = LoadPolicy(optimizers="warn", schedulers="warn")  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="in another order here|which nothing of this run gets"):
+    with pytest.warns(
+        UserWarning, match="in a different order than|which no object of this run gets"
+    ):
         report = load_state_tolerant(here.accelerator, tmp_path / "c", policy=policy)
     for part in ("optimizers", "schedulers"):
         assert [component.status for component in report.of(part)[:2]] == [Status.FAILED] * 2
@@ -288,7 +292,7 @@ def test_doubles_in_the_folder_do_not_shift_what_belongs_together(tmp_path: Path
     assert seen(run, 0, 0, 0) == wanted[Right]
     assert seen(run, 1, 1, 1) == wanted[Left]
     skipped = {component.files[0]: component.reason for component in report.with_status("skipped")}
-    assert skipped["optimizer_1.bin"] == "the same state again as optimizer.bin"
+    assert skipped["optimizer_1.bin"] == "duplicate of optimizer.bin"
 
 
 def test_doubles_in_the_folder_are_no_other_order(tmp_path: Path) -> None:
@@ -375,7 +379,9 @@ def test_an_optimizer_without_any_state_is_told_by_the_shapes_in_the_manifest(
     reset()
     models = [seeded(Wide, 11), seeded(Wide, 12)]
     run = prepared(models, [sgd(model) for model in models], guarded=False)
-    refused(run, tmp_path / "c", "its parameters had other shapes", models="ignore")
+    refused(
+        run, tmp_path / "c", "its parameter shapes differ from those of this run", models="ignore"
+    )
 
 
 def test_a_manifest_of_files_that_were_renumbered_since_is_not_believed(tmp_path: Path) -> None:

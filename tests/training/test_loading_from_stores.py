@@ -56,7 +56,7 @@ def test_what_a_killed_repair_has_changed_in_part_is_neither_the_newest_nor_load
             continue
         mixtures += 1
         with pytest.raises(
-            UsageError, match="checkpoint_7: a repair was interrupted, or is running"
+            UsageError, match="checkpoint_7: a repair was interrupted or is still running"
         ):
             latest_checkpoint(RUN)
         with pytest.raises(UsageError, match=f"next: ckptfix repair {URL}"), fetched(URL):

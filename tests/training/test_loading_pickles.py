@@ -153,7 +153,7 @@ def test_what_the_user_allowed_loads(tmp_path: Path) -> None:
 def test_trust_is_said_aloud(tmp_path: Path) -> None:
     folder = saved(tmp_path, {"settings": RunSettings(0.25)})
     with pytest.warns(
-        UserWarning, match=r"code in a pickle is executed, because trust=True: .*RunSettings"
+        UserWarning, match=r"running code from a pickle, because trust=True: .*RunSettings"
     ):
         assert load(folder, trust=True)["settings"].learning_rate == 0.25
 

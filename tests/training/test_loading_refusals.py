@@ -71,12 +71,16 @@ def replace(content: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("name", "damage", "match"),
     [
-        ("model_1.safetensors", Path.unlink, r"1 entry for 2 objects"),
+        ("model_1.safetensors", Path.unlink, r"1 entry fits 2 objects"),
         ("model.safetensors", truncate, r"model.safetensors: truncated: .* the file has"),
-        ("optimizer.bin", Path.unlink, r"1 entry for 2 objects"),
+        ("optimizer.bin", Path.unlink, r"1 entry fits 2 objects"),
         ("optimizer_1.bin", truncate, r"optimizers 1 \(AdamW\)"),
-        ("scheduler_1.bin", replace([1, 2]), r"it is not a scheduler's state but a list"),
-        ("scheduler.bin", replace({"last_epoch": 3}), r"it has no base_lrs, gamma, step_size"),
+        (
+            "scheduler_1.bin",
+            replace([1, 2]),
+            r"not a scheduler state dict \(expected a dict, found list\)",
+        ),
+        ("scheduler.bin", replace({"last_epoch": 3}), r"it lacks base_lrs, gamma, step_size"),
         ("custom_checkpoint_0.pkl", Path.unlink, r"custom 0 \(SampleCounter\)"),
         ("custom_checkpoint_0.pkl", truncate, r"custom_checkpoint_0\.pkl"),
     ],
@@ -122,7 +126,7 @@ def test_a_proven_double_is_set_aside_before_order_decides(tmp_path: Path) -> No
     shutil.copytree(source / "checkpoint", tmp_path / "c")
     # Two, as the folder has files.
     run = make_run(seeded(TwoLayer, 8), seeded(TwoLayer, 9), optimizer=None)
-    refused(run, tmp_path / "c", r"1 entry for 2 objects, .*: model\.safetensors for models")
+    refused(run, tmp_path / "c", r"1 entry fits 2 objects, .*: model\.safetensors for models")
 
 
 def test_wrapped_names_with_other_bytes_are_no_double(tmp_path: Path) -> None:
@@ -142,10 +146,10 @@ def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) 
     error = refused(
         run,
         folder,
-        r"model\.safetensors is at its position and cannot be read \(truncated",
+        r"model\.safetensors has its position but cannot be read \(truncated",
         policy,
     )
-    assert "optimizer.bin is at its position and cannot be read" in str(error)
+    assert "optimizer.bin has its position but cannot be read" in str(error)
 
 
 def test_equal_entries_where_the_choice_matters(tmp_path: Path) -> None:
@@ -211,10 +215,14 @@ def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
         (
             torch.optim.SGD,
             torch.optim.AdamW,
-            "it has no betas, eps: it was saved from another class than AdamW",
+            "it lacks betas, eps, so it was not saved from AdamW",
         ),
-        (torch.optim.AdamW, momentum, "it has no dampening, momentum, nesterov"),
-        (torch.optim.AdamW, torch.optim.Adam, "decoupled_weight_decay is True, here False"),
+        (torch.optim.AdamW, momentum, "it lacks dampening, momentum, nesterov"),
+        (
+            torch.optim.AdamW,
+            torch.optim.Adam,
+            "decoupled_weight_decay is True in the checkpoint and False in this run",
+        ),
     ],
     ids=["SGD-AdamW", "AdamW-SGD", "AdamW-Adam"],
 )
@@ -235,7 +243,8 @@ def test_an_optimizer_with_its_parameters_in_another_order(tmp_path: Path) -> No
     refused(
         run,
         folder,
-        r"exp_avg of parameter 0 in group 0 has the shape \[4, 4\], the parameter here has \[4\]",
+        r"exp_avg of parameter 0 in param group 0 has shape \[4, 4\] in the checkpoint, but the "
+        r"parameter has shape \[4\] in this run",
     )
 
 
@@ -247,7 +256,7 @@ def test_an_optimizer_with_other_groups(tmp_path: Path) -> None:
         return torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=lr)
 
     run = make_run(nn.Sequential(nn.Linear(4, 3)), optimizer=grouped)
-    refused(run, folder, "it has 1 parameter groups, the optimizer here has 2")
+    refused(run, folder, "1 param group in the checkpoint, 2 in this run")
 
 
 def write_manifest(folder: Path, **entries: Any) -> None:
@@ -331,7 +340,7 @@ def test_the_manifest_names_the_optimizers_class(folder: Path) -> None:
     refused(
         fresh(),
         folder,
-        r"it was saved from torch\.optim\.nadam\.NAdam, the optimizer here is AdamW",
+        r"it was saved from torch\.optim\.nadam\.NAdam, but this run's optimizer is AdamW",
     )
 
 
@@ -339,7 +348,7 @@ def test_the_step_comes_from_the_manifest_when_no_rank_holds_it(folder: Path) ->
     write_manifest(folder)
     (folder / "random_states_0.pkl").unlink()
     run = fresh()
-    with pytest.warns(UserWarning, match="no rank saved any"):
+    with pytest.warns(UserWarning, match="no rank saved random states"):
         report = load_state_tolerant(run.accelerator, folder)
     assert run.accelerator.step == 5
     assert "from the manifest" in str(report.of("step")[0])
@@ -362,7 +371,7 @@ def test_a_file_that_changes_while_it_is_read(
     monkeypatch.setattr(states, "read_pickle", touching)
     run = fresh()
     before = run.digest()
-    with pytest.raises(LoadError, match=r"scheduler\.bin changed while it was read"):
+    with pytest.raises(LoadError, match=r"scheduler\.bin changed during the load"):
         load_state_tolerant(run.accelerator, folder)
     assert run.digest() == before
 
@@ -375,7 +384,9 @@ def test_a_word_that_is_no_need() -> None:
 def test_a_missing_optimizer_says_how_to_go_on_without(folder: Path) -> None:
     for path in folder.glob("optimizer*.bin"):
         path.unlink()
-    refused(fresh(), folder, r'has no file for it; next: policy=LoadPolicy\(optimizers="warn"\)')
+    refused(
+        fresh(), folder, r'has no file for it; next: pass policy=LoadPolicy\(optimizers="warn"\)'
+    )
     run = fresh()
     with pytest.warns(UserWarning, match="optimizers [01]") as seen:
         load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers=Requirement.WARN))

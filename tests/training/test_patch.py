@@ -103,7 +103,7 @@ def test_what_was_prepared_before() -> None:
     first = made.prepare(raw, optimizer, scheduler, loader)
     patch_accelerate()
     for given in (raw, optimizer, scheduler, nn.DataParallel(raw), *first):
-        with pytest.warns(UserWarning, match="before the guard was on"):
+        with pytest.warns(UserWarning, match="before the guard was enabled"):
             made.prepare(given)
     assert [
         len(kind) for kind in (made._models, made._optimizers, made._schedulers, made._dataloaders)

@@ -121,7 +121,9 @@ def test_processes_that_cannot_connect_do_not_wait_for_a_day() -> None:
     """Both reach the store, and the second one then has no interface to be reached at."""
     for status, _, err in ends_of(meeting(6, "none0")):
         assert status == 1
-        assert "TeamError: 2 processes were started, and they did not meet at 127.0.0.1:" in err
+        assert (
+            "TeamError: 2 processes were started, but they could not connect at 127.0.0.1:" in err
+        )
 
 
 @pytest.mark.slow

@@ -208,8 +208,7 @@ def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
     assert found.ignored == {("generators", "python")}
     shown = "\n".join(map(str, certificate(found, runs[1]).lines()))
     assert (
-        "not checked: the generator of python: it differs between two uninterrupted runs, too"
-        in shown
+        "not checked: the generator of python: also differs between two uninterrupted runs" in shown
     )
 
 
@@ -278,11 +277,13 @@ def test_a_save_inside_a_step_compares_what_follows_it() -> None:
 @pytest.mark.parametrize(
     ("other", "relation", "words"),
     [
-        ({"x": "x2.0", "at": "at2.0"}, Relation.EARLIER, "the uninterrupted run used at step 2"),
-        ({"x": "x7.0", "at": "at7.0"}, Relation.LATER, "the uninterrupted run used at step 7"),
-        ({"x": "x5.1", "at": "at5.1"}, Relation.OTHER_RANK, "rank 1 of the uninterrupted run used at step 5"),
-        ({"x": "other", "at": "at5.0"}, Relation.SAME_SAMPLES, "same samples with other content in 'x' ('at' equal)"),
-        ({"x": "?", "at": "?"}, Relation.REORDERED, "samples that the uninterrupted run used in other batches"),
+        ({"x": "x2.0", "at": "at2.0"}, Relation.EARLIER, "the uninterrupted run used this batch at step 2"),
+        ({"x": "x7.0", "at": "at7.0"}, Relation.LATER, "the uninterrupted run used this batch at step 7"),
+        ({"x": "x5.1", "at": "at5.1"}, Relation.OTHER_RANK,
+         "rank 1 of the uninterrupted run used this batch at step 5"),
+        ({"x": "other", "at": "at5.0"}, Relation.SAME_SAMPLES,
+         "same samples with different content in 'x' ('at' equal)"),
+        ({"x": "?", "at": "?"}, Relation.REORDERED, "the uninterrupted run used these samples in other batches"),
     ],
 )  # fmt: skip
 def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words: str) -> None:
@@ -295,7 +296,8 @@ def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words:
 
 
 @pytest.mark.parametrize(
-    ("last", "words"), [(6, "ends after 3 steps"), (9, "goes on after 5 steps")]
+    ("last", "words"),
+    [(6, "the resumed run ends after 3 steps"), (9, "the uninterrupted run ends after 5 steps")],
 )
 def test_a_run_of_another_length(last: int, words: str) -> None:
     runs = three()
@@ -342,7 +344,7 @@ def test_the_certificate_says_what_was_compared() -> None:
     assert rest[0].startswith(
         "  compared: steps 4 to 8, 2 ranks: batches, learning rates, schedulers, generators"
     )
-    assert rest[1:] == ["not checked: what follows step 8: --steps ended the runs there"]
+    assert rest[1:] == ["not checked: steps after 8: --steps ended the runs there"]
     assert made.status == 0
     assert json.loads(json.dumps(made.as_json()))["verdict"] == "exact"
 
@@ -363,10 +365,10 @@ def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
     made = certificate(verdict(runs), runs[1])
     shown = "\n".join(map(str, made.lines()))
     assert made.status == 1
-    assert "step 4: batch: the one that the uninterrupted run used at step 1" in shown
-    assert "    cause: the script does not skip the batches that were used" in shown
+    assert "step 4: batch: the uninterrupted run used this batch at step 1" in shown
+    assert "    cause: the script does not skip the batches used before the save" in shown
     assert "    change: loader = accelerator.skip_first_batches(loader, n)" in shown
-    assert "other losses from step 4 on" in shown
+    assert "also different: losses from step 4" in shown
     assert made.as_json()["differences"][0]["code"] == "not-skipped"
     page = html_page(made)
     assert page.count('class="no first"') == 2  # the legend and the one cell
@@ -379,7 +381,7 @@ def test_the_certificate_of_a_run_that_is_not_deterministic() -> None:
     made = certificate(verdict(runs), runs[1])
     assert made.status == 2
     shown = "\n".join(map(str, made.lines()))
-    assert shown.startswith("NOT DETERMINISTIC: train.py: two runs without a resume already differ")
+    assert shown.startswith("NOT DETERMINISTIC: train.py: two uninterrupted runs already differ")
     assert "step 2: loss: 9 (expected 0.2)" in shown
 
 
@@ -437,8 +439,10 @@ def test_what_the_guard_restores_of_a_trainer_is_offered(
         replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),)), 4, with_other("generators")
     )
     shown = "\n".join(map(str, certificate(verdict(runs), runs[1]).lines()))
-    assert "cause: the Trainer restores the generators after it has fetched batches" in shown
-    offer = "or: ckptfix run SCRIPT, which saves and restores this; --guard proves it"
+    assert (
+        "cause: the Trainer restores the random states only after it has fetched batches" in shown
+    )
+    offer = "or: ckptfix run SCRIPT, which saves and restores this; add --guard to prove it"
     assert (offer in shown) is is_restored
     assert "load_state" not in shown
 
@@ -482,7 +486,7 @@ def test_the_keys_of_the_json_stay() -> None:
 def test_a_rank_without_a_record_is_not_called_compared() -> None:
     runs = [[replace(each, world=2) for each in one] for one in three()]
     made = certificate(verdict(runs), runs[1])
-    assert "1 rank: no optimizer step was recorded there" in made.not_compared
+    assert "1 rank: no optimizer step was recorded" in made.not_compared
 
 
 def test_another_checkpoint_than_the_saved_one() -> None:
@@ -506,6 +510,6 @@ def test_what_a_recorder_could_not_see_is_said() -> None:
     )
     made = certificate(verdict(runs), runs[1])
     assert made.not_compared == (
-        "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared",
+        "every byte of large tensors: only evenly spaced blocks and the sum of all bits were compared",
         "tensors of type Odd: their bytes cannot be read",
     )

@@ -240,7 +240,7 @@ optimizer.step()
 def test_the_warning_of_backward_names_what_can_be_typed(project: Path) -> None:
     name = script(project, ACCUMULATES)
     found = run(*RUN, name, cwd=project)
-    assert "ckptfix run --no-check-backward SCRIPT ends the warning" in found.stderr
+    assert "ckptfix run --no-check-backward SCRIPT silences this warning" in found.stderr
     assert "check_backward=" not in found.stderr
     assert run(*RUN, "--no-check-backward", name, cwd=project).stderr == ""
 

@@ -244,7 +244,9 @@ def test_a_state_that_is_not_what_was_loaded_is_named(
     Run().save_at(tmp_path / "c", 4)
     run = Run()
     monkeypatch.setattr(type(run.scheduler), "load_state_dict", lambda self, state: None)
-    with pytest.warns(UserWarning, match="unprepared scheduler: not what the checkpoint holds"):
+    with pytest.warns(
+        UserWarning, match="unprepared scheduler: after loading, it differs from the checkpoint"
+    ):
         run.accelerator.load_state(str(tmp_path / "c"))
 
 
@@ -268,7 +270,7 @@ def test_other_data_are_named(tmp_path: Path) -> None:
     run.accelerator.prepare(DataLoader(TensorDataset(torch.zeros(30, 4)), batch_size=2))
     with pytest.warns(
         UserWarning,
-        match="its data are TensorDataset of 30, in the checkpoint TensorDataset of 12",
+        match=r"expected TensorDataset of 12, found TensorDataset of 30",
     ):
         run.accelerator.load_state(str(tmp_path / "c"))
 
@@ -429,8 +431,8 @@ def test_a_run_state_is_left_out_when_accelerate_alone_saved_over_its_checkpoint
         else guarded.accelerator.load_state
     )
     said = (
-        r"\w+\.(bin|pkl) is not the one of this save, as after a save without ckptfix or a copy: "
-        r"run_state_0\.pt is of an older save"
+        r"\w+\.(bin|pkl) has changed since run_state_0\.pt was written, for example by a save "
+        r"without ckptfix or a copy; run_state_0\.pt was ignored"
     )
     with pytest.warns(UserWarning, match=said):
         load(str(folder))

@@ -150,10 +150,10 @@ def test_an_upload_that_fails_loses_no_save_and_the_command_finishes_it(
     ]
     assert report.status == 1
     with pytest.warns(
-        UserWarning, match=r"checkpoint_0 and passed over checkpoint_1: its upload was cut short"
+        UserWarning, match=r"checkpoint_0 and passed over checkpoint_1: no commit marker"
     ):
         assert latest_checkpoint(f"{bucket}/run") == first
-    with pytest.raises(UsageError, match="cut short"):
+    with pytest.raises(UsageError, match="the upload was interrupted"):
         accelerator.load_state(url)
     command = message.rpartition("next: ckptfix ")[2]
     assert run_cli(shlex.split(command)) == 0
@@ -278,7 +278,7 @@ def test_a_url_in_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_url_that_no_verb_reads_is_refused_before_anything_is_saved(staging: Path) -> None:
     accelerator, _ = run(None)
-    with pytest.raises(UsageError, match="s3://b//run: no folder has such a name"):
+    with pytest.raises(UsageError, match="s3://b//run: a path in a store cannot contain '//'"):
         accelerator.save_state("s3://b//run")
     assert not list(staging.iterdir())
 
@@ -344,7 +344,7 @@ def test_a_save_to_a_mount_that_is_cut_short_is_passed_over(
         with pytest.raises(OperationError, match=r"No space left.*next: ckptfix upload") as failed:
             accelerator.save_state()
     cut = mount / "checkpoints" / "checkpoint_1"
-    assert "there is no commit marker" in str(incomplete(cut))
+    assert "no commit marker" in str(incomplete(cut))
     assert [one.code for one in check(cut).findings if one.code == "interrupted-save"]
     with pytest.warns(UserWarning, match="passed over checkpoint_1"):
         assert latest_checkpoint(mount) == first

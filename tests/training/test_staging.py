@@ -480,7 +480,7 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert (
         f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
     )
-    assert "(pid 7 on gpu-17) that changed less than a day ago" in found[elsewhere][0][1]
+    assert "(pid 7 on gpu-17) ; it changed less than a day ago" in found[elsewhere][0][1]
     assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
     assert run(["check", "-r", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -505,7 +505,9 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     )
     assert "salvage" not in out
     assert "no error found" not in out
-    subprocess.run(["sh", "-c", out.partition("or you do: ")[2].splitlines()[0]], check=True)
+    subprocess.run(
+        ["sh", "-c", out.partition("or you can delete it now: ")[2].splitlines()[0]], check=True
+    )
     assert not dead.exists()
 
 
@@ -599,7 +601,7 @@ def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
     journal = target / JOURNAL
     journal.mkdir()
     (journal / UNFINISHED).write_text(json.dumps([one.name for one in clean.iterdir()]))
-    assert "save again; no complete checkpoint" in str(mixed(target))
+    assert "save again; there is no complete checkpoint" in str(mixed(target))
     empty = target.with_name("checkpoint_6")
     empty.mkdir()
     older = shutil.copytree(clean, target.with_name("checkpoint_5"))

@@ -123,7 +123,7 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path, each: bool) -> None:
         assert (checkpoint / "optimizer.pt").exists() == (rank == 0 or each)
         if not each:
             assert (checkpoint / "model.safetensors").exists() == (rank == 0)
-            with pytest.raises(UsageError, match="no weights of a model on this disk"):
+            with pytest.raises(UsageError, match="no model weights on this disk"):
                 build(disk, []).train(resume_from_checkpoint=True)
             return
         for name in names(disk):  # transformers 5.23 writes no weights on the second node

@@ -62,7 +62,7 @@ HALVES = (WEIGHTS, "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_st
 
 
 def in_words(name: str) -> str:
-    return f"{name}|no weights of a model" if name == WEIGHTS else name
+    return f"{name}|no model weights" if name == WEIGHTS else name
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["gone", "half"])
@@ -87,10 +87,10 @@ def test_the_newest_complete_one_is_taken(run: Any, name: str, cut: bool) -> Non
 
 def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
     folder, _ = run
-    with pytest.warns(UserWarning, match="holds checkpoint-8, of another run"):
+    with pytest.warns(UserWarning, match="contains checkpoint-8 from another run"):
         build(folder, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
     said = (
-        r"checkpoint-8 and checkpoint-4 are of two runs .*next:"
+        r"checkpoint-8 and checkpoint-4 come from different runs .*next:"
         r" trainer.train\(resume_from_checkpoint='"
     )
     with pytest.raises(UsageError, match=said):
@@ -112,7 +112,7 @@ def test_weights_of_which_the_model_takes_none_are_refused(stock: Any, tmp_path:
     weights = folder / "checkpoint-6" / WEIGHTS
     tensors = load_file(weights)
     save_file({f"_orig_mod.{key}": one for key, one in tensors.items()}, weights, {"format": "pt"})
-    said = f"none of {len(tensors)} tensors in {WEIGHTS} has a name of the model, as they begin"
+    said = rf"no key of {WEIGHTS} matches the model \({len(tensors)} keys?, all with the prefix"
     with pytest.raises(UsageError, match=said):
         build(folder, []).train(resume_from_checkpoint=True)
     repair(folder / "checkpoint-6", policy=Policy(allow=frozenset({"dead-weights"})))
@@ -128,7 +128,7 @@ def test_an_incomplete_path_is_refused(run: Any, name: str) -> None:
     trainer = build(folder, [])
     with pytest.raises(
         UsageError,
-        match=f"checkpoint-6 is not resumed from: .*({in_words(name)}).*/checkpoint-8', which is",
+        match=f"cannot resume from .*checkpoint-6: .*({in_words(name)}).*/checkpoint-8', which is",
     ):
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-6/")
 

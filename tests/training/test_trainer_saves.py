@@ -193,9 +193,9 @@ def test_old_checkpoints_go_by_step_and_incomplete_ones_neither_count_nor_go(
     (tmp_path / "checkpoint-100/trainer_state.json").write_text('{"global_step": 100}')
     shutil.rmtree(tmp_path / "checkpoint-100/.ckptfix")
     trainer = build(tmp_path, [], max_steps=10)
-    with pytest.warns(UserWarning, match="checkpoint-100, of another run") as seen:
+    with pytest.warns(UserWarning, match="checkpoint-100 from another run") as seen:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    assert len([one for one in seen if "of another run" in str(one.message)]) == 1
+    assert len([one for one in seen if "from another run" in str(one.message)]) == 1
     expected = {"checkpoint-4", "checkpoint-8", "checkpoint-10", "checkpoint-100"}
     assert set(names(tmp_path)) == expected, (
         "4 is incomplete, 100 of another run, and two complete ones are left"

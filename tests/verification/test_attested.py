@@ -167,7 +167,7 @@ def test_a_second_prepare_is_compared_once_after_its_copy_went(tmp_path: Path) -
     report = verify(folder, statements=[statement])
     assert report.status == 0
     assert (
-        "model_1.safetensors was stated, too: its 4 tensors are those of model.safetensors"
+        "model_1.safetensors: duplicate of model.safetensors in the statement (4 tensors)"
         in str(report)
     )
     undo(folder)
@@ -270,7 +270,7 @@ def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(
     assert report.status == 1
     assert differing(report) == {"layers.0.extra", "scale"}
     assert (
-        f"'scale' is not in {folder / TENSORS}, and is not a plain tensor that could be compared"
+        f"'scale' is not in {folder / TENSORS} and cannot be compared: it is not a plain tensor"
         in str(report)
     )
     assert seal(folder, force=True, oms=True).status == 0
@@ -297,7 +297,7 @@ def test_tensors_cannot_hide_in_what_a_dict_is_made_from(tmp_path: Path, place: 
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert (
-        f"{place} is malformed: an OrderedDict is made from something else than a list of pairs"
+        f"{place} is malformed: an OrderedDict is made from something other than a list of pairs"
         in str(report)
     )
 
@@ -311,7 +311,7 @@ def exchange(folder: Path, one: str, other: str) -> None:
 def assert_crossed(folder: Path) -> None:
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
-    assert "a load would take the wrong model" in report.crossed
+    assert "a load would mix up the models" in report.crossed
 
 
 def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_models_in_each_others_place_in_training_dicts_are_named(tmp_path: Path)
         made(first, second)
         report = compared(tmp_path, tmp_path / TENSORS)
         assert report.status == 1
-        assert "a load would take the wrong model" in report.crossed
+        assert "a load would mix up the models" in report.crossed
     made({"ema": other, "net": one}, {"model": other})
     assert compared(tmp_path, tmp_path / TENSORS).status == 0, "labels do not count"
 
@@ -386,7 +386,7 @@ def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     report = compared(folder, statement)
     assert report.status == 0, "another name of bytes that are compared"
     assert (
-        "note: pytorch_model.bin: other names of tensors that were stated, which were not: "
+        "note: pytorch_model.bin: the statement lists these tensors under other keys only: "
         "'also a'" in str(report)
     )
     torch.save(
@@ -421,7 +421,7 @@ def test_a_copy_in_the_dtype_of_training_is_said_to_be_not_covered(tmp_path: Pat
     assert seal(folder, oms=True).status == 0
     said = str(compared(folder, folder / TENSORS))
     assert (
-        f"is covered by {folder / TENSORS} in its fp32 weights alone, not in a copy of another "
+        f"is covered by {folder / TENSORS} only in its fp32 weights, not in copies with another "
         "dtype" in said
     )
 
@@ -455,11 +455,10 @@ def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: P
     assert report.status == 0
     said = str(report)
     assert (
-        f"not checked: 2 files: each is not covered by {folder / FILES}, which leaves it out"
-        in said
+        f"not checked: 2 files: each is not covered by {folder / FILES}, which excludes it" in said
     )
-    assert "not checked: .ckptfix, the folder of ckptfix itself, which no loader reads" in said
-    assert f"{folder / FILES}: files, not signed: anyone can have written it" in said
+    assert "not checked: .ckptfix, ckptfix's own folder, which no loader reads" in said
+    assert f"{folder / FILES}: files, not signed: anyone could have written it" in said
     (folder / "modeling.py").write_text("import os")
     report = compared(folder, folder / FILES)
     assert report.status == 1
@@ -507,9 +506,7 @@ def test_folders_of_ckptfix_in_sub_folders_are_said_to_be_not_compared(folder: P
     own = folder / "sub" / ".ckptfix"
     own.mkdir(parents=True)
     (own / "evil.py").write_text("import os")
-    said = (
-        "not checked: '.ckptfix', 'sub/.ckptfix': folders of ckptfix itself, which no loader reads"
-    )
+    said = "not checked: '.ckptfix', 'sub/.ckptfix': ckptfix's own folders, which no loader reads"
     for statement in (FILES, TENSORS):
         assert said in str(compared(folder, folder / statement))
 
@@ -518,7 +515,7 @@ def test_a_statement_of_tensors_in_the_place_of_that_of_files_is_refused(folder:
     shutil.copy(folder / TENSORS, folder / FILES)
     (folder / "modeling.py").write_text("import os")
     with pytest.raises(
-        OperationError, match="refused, and nothing was compared: it is about tensors"
+        OperationError, match="refused, and nothing was compared: it lists only tensors"
     ):
         compared(folder, folder / FILES)
 
@@ -532,13 +529,13 @@ def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(
     report = verify(folder, statements=[folder / FILES, folder / TENSORS])
     assert report.status == 1
     assert "every tensor in it matches, so the difference is in its header" in str(report)
-    assert "compare the tensors alone with the statement of tensors" in str(report)
+    assert "compare only the tensors with the statement of tensors" in str(report)
     assert "notes" in report.as_json()
 
 
 def test_an_unsigned_statement_is_said_to_be_unsigned(folder: Path, tmp_path: Path) -> None:
     said = str(seal(folder, oms=True))
-    assert f"not signed: {FILES}, {TENSORS}; anyone could have written them" in said
+    assert f"not signed, so anyone could have written this: {FILES}, {TENSORS}" in said
     assert "signed by" not in said
     (one,) = compared(folder, folder / TENSORS).statements
     assert (one.is_signed, one.is_verified, one.signer) == (False, False, "")
@@ -589,12 +586,12 @@ def test_what_no_statement_can_cover_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"statements": ["a", "a"]}, "is the second statement of tensors; give one at a time"),
-        ({"signatures": ["a"]}, "name who must have signed it: --key PUBLIC_KEY"),
-        ({"statements": ["f"], "sha256sums": ["s"]}, "both list files; give one of them"),
+        ({"statements": ["a", "a"]}, "is the second statement of tensors; pass only one"),
+        ({"signatures": ["a"]}, "name the expected signer: --key PUBLIC_KEY"),
+        ({"statements": ["f"], "sha256sums": ["s"]}, "both list files; pass only one"),
         ({"statements": ["gone"]}, "gone does not exist"),
         ({"statements": [TENSORS]}, "did you mean c/tensors.oms.json?"),
-        ({"statements": ["a"], "against": "c"}, "--against compares with another checkpoint"),
+        ({"statements": ["a"], "against": "c"}, "--against cannot be combined with"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -755,7 +752,7 @@ def test_the_command_line_says_what_python_says(tmp_path: Path) -> None:
     assert status == 2
     status, text = said("seal", "c", "--sign", "key", "--sigstore")
     assert status == 2
-    assert "give one of them" in text
+    assert "choose one of them" in text
 
 
 @given(

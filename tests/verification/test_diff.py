@@ -93,7 +93,7 @@ def test_every_outcome(tmp_path: Path) -> None:
     assert outcomes(tolerant)["layers.2.w"] is Outcome.WITHIN
     assert outcomes(tolerant)["layers.1.w"] is Outcome.VALUES
     assert "2 only in" not in report.summary
-    assert "4 equal in bytes" in report.summary
+    assert "4 with equal bytes" in report.summary
     assert "compared as float64" in report.notes[0]
     document = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert document["notes"] == list(report.notes)
@@ -104,7 +104,7 @@ def test_every_outcome(tmp_path: Path) -> None:
 
 CHANGED_NOTHING = (
     (
-        "both models have the same weights: if one is the other merged with an adapter, or trained "
+        "both models have the same weights: if one was merged with an adapter or trained "
         "further, the merge or the training changed nothing"
     ),
 )
@@ -188,7 +188,7 @@ def test_a_module_of_the_users_own_is_no_wrapper() -> None:
         dict.fromkeys(["l.w"], tensor), dict.fromkeys(["l._checkpoint_wrapped_module.w"], tensor)
     )
     assert [(one.name, one.b) for one in matched] == [("l.w", "l._checkpoint_wrapped_module.w")]
-    assert words == "without the wrappers inside of keys in B"
+    assert words == "without the wrappers inside keys in B"
 
 
 def test_models_are_paired_by_position() -> None:
@@ -251,7 +251,7 @@ def test_other_layouts(tmp_path: Path) -> None:
     plain["t"][399, 299] += 2
     save_file(plain, tmp_path / "b.safetensors")
     report = diff(tmp_path / "a.bin", tmp_path / "b.safetensors")
-    assert report.summary == "2 equal in bytes, 1 with other values"
+    assert report.summary == "2 with equal bytes, 1 with different values"
     tally = by_name(report)["t"].tally
     assert tally is not None
     assert (tally.differing, tally.elements) == (1, 120_000)
@@ -296,7 +296,7 @@ def test_numbers_of_less_than_a_byte_are_compared_by_bytes(tmp_path: Path) -> No
     report = diff(a, b)
     assert report.status == 1
     assert by_name(report)["w"].tally is None
-    assert any("less than a byte" in words for words in report.not_compared)
+    assert any("smaller than a byte" in words for words in report.not_compared)
 
 
 def test_values_that_are_no_tensors_are_said(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
         )
     short = Contiguous((Piece(tmp_path / "x", 0, 50),))
     whole = Contiguous((Piece(tmp_path / "x", 0, 100),))
-    with pytest.raises(ChangedError, match="before the other"):
+    with pytest.raises(ChangedError, match="shorter than the other"):
         reading.read_all(
             iter([lambda sides: list(sides.blocks(short, whole, (1, 1), reading.BUFFER))]), 1, None
         )

@@ -75,7 +75,7 @@ def test_the_map(tmp_path: Path) -> None:
     assert by_title["norm"] == ("no", "A")
     assert by_title["the worst of 3"] == ("h3", "8e-6")
     assert "experts.*.w" in text
-    assert "NaN 0 and 1, Inf 0 and 0" in text
+    assert "NaN 0 in A, 1 in B; Inf 0 in A, 0 in B" in text
     assert len(re.findall(r"<tr><th scope=\"row\">\d+</th>", text)) == 5
 
 

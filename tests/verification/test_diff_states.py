@@ -38,7 +38,7 @@ def test_a_state_that_one_of_two_saves_lacks_is_a_difference(
     (copy / name).unlink()
     report = diff(saved, copy) if is_first else diff(copy, saved)
     assert (report.status, report.verdict) == (1, "different")
-    assert report.one_sided == (f"states that {'A' if is_first else 'B'} alone has: {name!r}",)
+    assert report.one_sided == (f"states only in {'A' if is_first else 'B'}: {name!r}",)
     assert report.as_json()["one_sided"] == list(report.one_sided)
 
 

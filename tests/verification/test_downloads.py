@@ -216,8 +216,8 @@ def test_an_edited_text_is_listed_and_no_damage(download: Download, name: str) -
     assert (report.status, outcomes(report, Outcome.EDITED)) == (0, {name})
     assert outcomes(report, Outcome.DIFFER) == set()
     assert f" edited {name}: " in words_of(report)
-    assert ("edited here: newer than its download" in words_of(report)) is ("local" in folder.parts)
-    assert "no difference found in what was checked but 1 edited text" in words_of(report)
+    assert (": newer than its download" in words_of(report)) is ("local" in folder.parts)
+    assert "no difference found in what was checked except 1 edited text" in words_of(report)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_files_of_the_user_are_listed(download: Download) -> None:
     assert report.hub is not None
     assert report.hub.unvouched == ("extra/model.safetensors", "notes.txt")
     assert (
-        "2 files ('extra/model.safetensors', 'notes.txt'): each has no digest of the hub: nobody "
-        "vouches for it" in words_of(report)
+        "2 files ('extra/model.safetensors', 'notes.txt'): each has no digest from the hub, so "
+        "it cannot be verified" in words_of(report)
     )
 
 
@@ -315,13 +315,12 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
     report = verify(folder)
     assert report.status == 3
     assert (
-        f"saved here after the download of revision {repo.head}; next: ckptfix seal"
-        in report.no_digest
+        f"saved over the download of revision {repo.head}; next: ckptfix seal" in report.no_digest
     )
     assert verify(folder, data=True).status == 0
     receipt = seal(folder)
     assert receipt.written
-    assert "not compared: the weights and config.json were saved here" in "\n".join(
+    assert "not compared: the weights and config.json were saved over the download" in "\n".join(
         map(str, receipt.lines())
     )
     assert verify(folder).status == 0
@@ -368,7 +367,7 @@ def test_a_model_saved_over_its_download_is_not_downloaded_again(
     report = verify(folder)
     assert report.status == 3
     configs = " and ".join(sorted({*saved.values()}))
-    assert f"the weights and {configs} were saved here after the download" in report.no_digest
+    assert f"the weights and {configs} were saved over the download" in report.no_digest
     assert "--force-download" not in words_of(report)
     for file in kept:
         flip(folder / file)
@@ -468,7 +467,7 @@ def test_a_record_that_is_none_vouches_for_nothing(repo: Hub, tmp_path: Path, ba
     flip(folder / SHARD)
     report = verify(folder)
     assert (report.status, outcomes(report, Outcome.NOT_CHECKED)) == (0, {SHARD})
-    assert f"{SHARD}: nobody vouches for it: its record {SHARD}.metadata " in words_of(report)
+    assert f"{SHARD}: cannot be verified: its record {SHARD}.metadata " in words_of(report)
     assert check(folder).status == 0
 
 
@@ -519,7 +518,7 @@ def test_a_blob_with_another_name(repo: Hub, tmp_path: Path) -> None:
     (folder / SHARD).symlink_to(blob)
     report = verify(folder)
     assert (report.status, outcomes(report, Outcome.NOT_CHECKED)) == (0, {SHARD})
-    assert "'W-not-a-digest', which is neither a sha256 nor an id of git" in words_of(report)
+    assert "'W-not-a-digest', which is neither a sha256 nor a git object id" in words_of(report)
 
 
 def test_two_revisions_are_named(repo: Hub, tmp_path: Path) -> None:
@@ -550,8 +549,9 @@ def test_a_file_that_the_user_deleted(repo: Hub, tmp_path: Path) -> None:
     assert report.status == 0
     assert report.hub is not None
     assert report.hub.gone == ("README.md", "extra/value_head.safetensors")
-    assert "downloaded and deleted since: 'README.md', 'extra/value_head.safetensors'" in words_of(
-        report
+    assert (
+        "files deleted since the download: 'README.md', 'extra/value_head.safetensors'"
+        in words_of(report)
     )
     for shard in folder.glob("model*"):
         shard.unlink()
@@ -585,8 +585,9 @@ def test_a_seal_says_what_is_proven(download: Download, repo: Hub) -> None:
     (folder / "notes.txt").write_text("mine")
     receipt = seal(folder)
     assert (receipt.written, receipt.proven) == (True, len(repo.tree))
-    assert f"proven: {len(repo.tree)} files equal to revision {repo.head}" in "\n".join(
-        map(str, receipt.lines())
+    assert (
+        f"proven by the hub's digests of revision {repo.head}: {len(repo.tree)} files"
+        in "\n".join(map(str, receipt.lines()))
     )
     report = verify(folder)
     assert (report.status, report.hub) == (0, None)

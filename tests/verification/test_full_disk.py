@@ -37,6 +37,6 @@ def test_nothing_is_left_of_a_manifest_that_could_not_be_written(
     if call == "replace":
         monkeypatch.setattr("ckptfix.verification.seal.os.replace", full)
     assert run(["seal", str(tmp_path), "--force"]) == 3
-    assert "next: make room on that disk, and run it again" in capsys.readouterr().err
+    assert "next: free up space on that disk, then run the command again" in capsys.readouterr().err
     assert os.listdir(tmp_path / ".ckptfix") == ["manifest.json"]
     assert (tmp_path / ".ckptfix" / "manifest.json").read_bytes() == before

@@ -80,7 +80,7 @@ def test_a_model_behind_a_link_to_a_folder_is_sealed(tmp_path: Path) -> None:
     }
     told = " ".join(receipt.special)
     assert all(name in told for name in ("above", "here", "loop", "nowhere"))
-    assert "above: is a link to a folder that this one lies in" in receipt.special
+    assert "above: is a link to a folder that contains it" in receipt.special
     assert "here: is a link to the checkpoint itself" in receipt.special
     report = verify(folder)
     assert report.status == 0
@@ -163,7 +163,7 @@ def test_values_of_weights_that_are_not_looked_at_are_named(tmp_path: Path) -> N
     (tmp_path / "sub").mkdir()
     save_file({"w": torch.zeros(4)}, tmp_path / "sub" / "adapter_model.safetensors")
     told = " ".join(verify(tmp_path, data=True).not_checked)
-    assert "values of 2 files of weights next to those that are loaded" in told
+    assert "values of 2 weight files next to those that are loaded" in told
     assert "'pytorch_model.bin', 'sub/adapter_model.safetensors'" in told
     assert "next to those" not in " ".join(
         verify(tmp_path / "model.safetensors", data=True).not_checked

@@ -43,8 +43,8 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
     ), "load_state would load the wrong models"
     assert (
         found.positions
-        == "positions of models differ: model.safetensors in A is model_1.safetensors in B, "
-        "model_1.safetensors in A is model.safetensors in B: a load would take the wrong model"
+        == "positions of models differ: model.safetensors in A matches model_1.safetensors in B, "
+        "model_1.safetensors in A matches model.safetensors in B: a load would mix up the models"
     )
     assert not found.not_compared
     assert found.as_json()["crossed"] in html_page(found)
@@ -57,8 +57,8 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
     assert report.status == 1
     assert (
         report.crossed
-        == f"model.safetensors in {one} is model_1.safetensors in {other}, model_1.safetensors in "
-        f"{one} is model.safetensors in {other}: a load would take the wrong model"
+        == f"model.safetensors in {one} matches model_1.safetensors in {other}, model_1.safetensors "
+        f"in {one} matches model.safetensors in {other}: a load would mix up the models"
     )
     lone = folder(tmp_path / "c", model("teacher"))
     assert positions(one, lone) == [
@@ -68,7 +68,7 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
     alone = verify(lone, against=one)
     assert alone.count(Kind.TENSOR)[Outcome.MATCH] == 3
     assert not alone.crossed, "one side has no second position"
-    assert f"{one / 'model_1.safetensors'}: their names fit" in " ".join(alone.not_checked)
+    assert f"{one / 'model_1.safetensors'}; their keys match" in " ".join(alone.not_checked)
     assert not diff(lone, one).crossed
 
 
@@ -105,10 +105,10 @@ def test_other_shapes_are_paired_by_position(tmp_path: Path) -> None:
 def test_a_folder_whose_checkpoints_lie_below_is_no_wall_of_differences(tmp_path: Path) -> None:
     one = folder(tmp_path / "a", model("s"))
     folder(tmp_path / "outer" / "unet", model("s"))
-    with pytest.raises(UsageError, match=r"outer holds no weights of a model, but '.*outer/unet'"):
+    with pytest.raises(UsageError, match=r"outer has no model weights; name .* '.*outer/unet'"):
         verify(one, against=tmp_path / "outer")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty holds no weights of a model$"):
+    with pytest.raises(UsageError, match=r"empty has no model weights$"):
         verify(one, against=tmp_path / "empty")
 
 

@@ -76,7 +76,7 @@ def test_strategies_do_not_matter(saved: Path, name: str) -> None:
         assert (report.status, report.verdict) == (0, "equal")
         assert (
             report.summary
-            == "8 equal in bytes; optimizers: 12 equal in bytes, 72 of 72 values equal"
+            == "8 with equal bytes; optimizers: 12 with equal bytes, 72 of 72 values equal"
         )
 
 
@@ -98,7 +98,7 @@ def test_ddp_is_compared_by_its_order_where_nothing_names_it(saved: Path, tmp_pa
     for sides in ((saved / "sharded", folder), (folder, saved / "sharded")):
         report = diff(*sides)
         assert (report.status, len(report.optimizers[0].tensors), changed(report)) == (0, 12, [])
-        assert "parameters matched by their order" in report.optimizers[0].names
+        assert "parameters matched by order" in report.optimizers[0].names
     state = torch.load(folder / "optimizer.bin", weights_only=True)
     state["param_groups"][0]["params"] = state["param_groups"][0]["params"][1:]
     torch.save(state, folder / "optimizer.bin")
@@ -112,7 +112,7 @@ def test_numbers_are_compared_with_numbers(saved: Path, tmp_path: Path) -> None:
     report = diff(a, b)
     assert (report.status, report.optimizers[0].names) == (
         0,
-        "parameters matched by position, as nothing names them",
+        "parameters matched by position, because they have no names",
     )
     torch.save(torch.load(b / "optimizer.bin", weights_only=True), b / "optimizer.bin")
     assert diff(a / "optimizer.bin", b / "optimizer.bin").verdict == "equal"
@@ -166,7 +166,7 @@ def test_groups_at_other_positions_are_different(saved: Path, tmp_path: Path) ->
     report = diff(a, b)
     assert (report.status, report.verdict) == (1, "different")
     (found,) = report.optimizers
-    assert "a load of one into the other fails" in found.names
+    assert "loading one into the other fails" in found.names
     assert [(each.name, each.a, each.b, each.parameters) for each in found.differences] == [
         ("param group", "number 1", "number 2", ("0",)),
         ("param group", "number 2", "number 1", ("1", "2", "3", "4", "5")),
@@ -189,7 +189,7 @@ def test_named_parameters_at_other_places_of_their_group_are_different(
     report = diff(a, make_ddp(tmp_path / "b", saved, reverse))
     assert (report.status, changed(report)) == (1, [])
     places = [(each.name, each.a, each.b) for each in report.optimizers[0].differences]
-    name = "place in its param group"
+    name = "position in the param group"
     assert places == [(name, 1, 3), (name, 3, 1)]
 
 
@@ -288,7 +288,7 @@ def test_a_parameter_that_only_one_side_has_in_a_group(
     if has_moments:
         assert report.status == 1
         assert [(one.name, one.a, one.b, one.parameters) for one in found.differences] == [
-            ("param group", "in one", "in none", (last,))
+            ("param group", "listed", "not listed", (last,))
         ]
         against = verify(tmp_path / "listed", against=tmp_path / "unlisted")
         assert [item.name for item in against.items if item.outcome is Verdict.DIFFER] == [
@@ -324,9 +324,9 @@ def test_what_cannot_be_compared_is_said(saved: Path, tmp_path: Path) -> None:
     report = diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, odd))
     assert changed(report) == [("0.factors.left", Outcome.ONLY_B)]
     said = "; ".join(report.not_compared)
-    assert "hyperparameters that optimizer.bin in B alone has: 'mine'" in said
-    assert "what cannot be read in optimizer.bin in B: '0.sparse'" in said
-    assert "what optimizer.bin in B holds next to states and param groups: 'more'" in said
+    assert "hyperparameters only in optimizer.bin in B: 'mine'" in said
+    assert "states of optimizer.bin in B that cannot be read: '0.sparse'" in said
+    assert "entries of optimizer.bin in B other than states and param groups: 'more'" in said
 
 
 def test_a_state_of_an_optimizer_that_cannot_be_read_proves_nothing(
@@ -349,7 +349,9 @@ def test_models_alone_are_equal_to_models_with_optimizers(saved: Path, tmp_path:
         "equal in what was compared",
         (),
     )
-    assert "the optimizer optimizer.bin in A: B has none at its position" in report.not_compared
+    assert (
+        "optimizer optimizer.bin in A: B has no optimizer at this position" in report.not_compared
+    )
 
 
 def test_a_damaged_optimizer_proves_nothing_where_the_other_side_has_one(
@@ -379,7 +381,8 @@ def test_the_command_line_says_it(
     )
     assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
     assert (
-        "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
+        "different: 8 with equal bytes; optimizers: 12 with equal bytes, 69 of 72 values equal"
+        in said
     )
 
 
@@ -398,16 +401,16 @@ def test_verify_against_another_strategy(saved: Path, name: str) -> None:
     [
         (lambda state: None, []),
         (moment, [("1.exp_avg_sq", "differs: sha256 ")]),
-        (step, [("step", "is 2.0 here, 3.0 in ")]),
+        (step, [("step", "is 2.0 (3.0 in ")]),
         (
             lost,
             [
-                ("1.exp_avg", "is only here"),
-                ("1.exp_avg_sq", "is only here"),
-                ("step", "is 2.0 here, not there in "),
+                ("1.exp_avg", "is not in "),
+                ("1.exp_avg_sq", "is not in "),
+                ("step", "is 2.0 (not set in "),
             ],
         ),
-        (hyperparameter, [("betas", "is (0.8, 0.9) here, (0.8, 0.91) in ")]),
+        (hyperparameter, [("betas", "is (0.8, 0.9) ((0.8, 0.91) in ")]),
         (lambda state: state.update(more=1), [("optimizer.bin", "differs: sha256 ")]),
     ],
 )
@@ -443,9 +446,7 @@ def test_verify_against_names_numbers_by_a_model(
     folder = make_ddp(tmp_path / "ddp", saved)
     command = ["verify", str(folder), "--against", str(saved / "full")]
     assert run(command) == 0
-    assert (
-        "not checked: optimizer.bin: parameters matched by their order" in capsys.readouterr().out
-    )
+    assert "not checked: optimizer.bin: parameters matched by order" in capsys.readouterr().out
     assert run([*command, "--model", "tests.tensors.optimizer_ranks:Net"]) == 0
     assert "20 match" in capsys.readouterr().out
 

@@ -62,7 +62,7 @@ def test_long_files_have_digests_of_their_ranges_and_short_ones_their_own(folder
     assert manifest.range_size == RANGE
     assert set(manifest.sha256) == {"notes.txt", "model.safetensors.index.json"}
     assert receipt.ranges == sum(map(len, manifest.ranges.values())) == 8
-    assert "long files by 8 ranges of 1 GB" in str(receipt)
+    assert "long files in 8 ranges of 1 GB" in str(receipt)
     report = verify(folder)
     assert report.status == 0
     assert report.count(Kind.FILE)[Outcome.MATCH] == 4
@@ -204,7 +204,7 @@ def test_shares_without_a_network_write_what_one_process_writes(folder: Path, sa
 def test_the_option_for_both_needs_ranges(folder: Path, said: Said) -> None:
     status, _, err = said("seal", folder, "--with-sha256")
     assert status == 2
-    assert "--with-sha256 belongs to --ranges" in err
+    assert "--with-sha256 requires --ranges" in err
     assert said("seal", folder, "--ranges", "--with-sha256")[0] == 0
 
 

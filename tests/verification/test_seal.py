@@ -171,7 +171,7 @@ def test_wrong_usage_and_another_process(tmp_path: Path) -> None:
         seal(tmp_path)
     (tmp_path / ".ckptfix").mkdir()
     (tmp_path / MANIFEST).write_text("{")
-    with pytest.raises(OperationError, match="to go on without it: rm"):
+    with pytest.raises(OperationError, match="to continue without it: rm"):
         seal(tmp_path)
 
 

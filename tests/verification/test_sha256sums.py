@@ -153,7 +153,7 @@ def test_a_list_is_found_where_there_is_no_manifest(tmp_path: Path, kind: str, w
     assert report.count(Kind.FILE)[Outcome.MATCH] == len(list(folder.iterdir())) - (
         where == "inside"
     )
-    assert f"{sums}: sha256sums, not signed: anyone can have written it" in str(report)
+    assert f"{sums}: sha256sums, not signed: anyone could have written it" in str(report)
     piece = place(folder, "layers.1.weight")
     flip(piece.path, piece.offset)
     report = verify(folder)
@@ -162,7 +162,7 @@ def test_a_list_is_found_where_there_is_no_manifest(tmp_path: Path, kind: str, w
         piece.path.name: ("changed", None)
     }
     assert (
-        "next: get what differs again from where it came, then: ckptfix verify --sha256sums "
+        "next: get the differing files again from their source, then: ckptfix verify --sha256sums "
         f"{sums}" in str(report)
     )
 
@@ -188,8 +188,8 @@ def test_what_a_list_does_not_cover_is_said(tmp_path: Path) -> None:
     assert report.status == 0
     said = str(report)
     assert f"not checked: added.py: is not covered by {sums}" in said
-    assert f"not checked: 2 checksums of {sums}, of files outside of the checkpoint" in said
-    assert f"not checked: 1 line of {sums} without a sha256 and the name of a file" in said
+    assert f"not checked: 2 checksums in {sums} for files outside the checkpoint" in said
+    assert f"not checked: 1 line in {sums} without a sha256 and a file name" in said
     (folder / "model.safetensors").rename(folder / "moved.safetensors")
     report = verify(folder, sha256sums=[sums])
     assert report.status == 1
@@ -202,9 +202,7 @@ def test_a_list_about_other_files_verifies_nothing(tmp_path: Path) -> None:
     sums.write_text(f"{OTHER}  ../outside\n")
     assert verify(tmp_path).status == 3  # it is not even taken for the list of this checkpoint
     assert "there is no manifest" in str(verify(tmp_path))
-    with pytest.raises(
-        UsageError, match=r"SHA256SUMS has no sha256 of a file in .*the folder of the list$"
-    ):
+    with pytest.raises(UsageError, match=r"SHA256SUMS lists no file in .*the list's own folder$"):
         verify(tmp_path, sha256sums=[sums])
 
 
@@ -213,7 +211,9 @@ def test_a_list_that_was_made_inside_and_lies_elsewhere_leads_on(tmp_path: Path)
     folder.mkdir()
     KINDS["safetensors"](folder)
     sums = listed(folder).rename(tmp_path / "model.sums")
-    with pytest.raises(UsageError, match=f"next, if it was made in {folder}: mv {sums} {folder}$"):
+    with pytest.raises(
+        UsageError, match=f"next, if it was created in {folder}: mv {sums} {folder}$"
+    ):
         verify(folder, sha256sums=[sums])
 
 
@@ -235,7 +235,7 @@ def test_a_list_must_have_all_that_may_hold_weights_to_be_taken_by_itself(tmp_pa
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     listed(tmp_path)
     (tmp_path / "tf_model.h5").write_bytes(b"weights of a kind that is not read")
-    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+    with pytest.raises(UsageError, match="has no checkpoint files"):
         verify(tmp_path)
     listed(tmp_path)
     assert verify(tmp_path).status == 0

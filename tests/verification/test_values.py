@@ -189,7 +189,7 @@ def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(
     report = verify(tmp_path / "c", data=True)
     assert [(one.code, one.fqn) for one in report.values] == [("zero-pages", "w")]
     assert (
-        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        "8.0 KiB of zeros that start and end on disk page boundaries, the first at byte "
         f"{begin - piece.offset}" in (report.values[0].text)
     )
     assert report.status == 1
@@ -220,7 +220,7 @@ def test_zeros_that_reach_over_the_start_of_a_tensor_are_found(tmp_path: Path) -
     found = {one.fqn: one.text for one in verify(tmp_path / "c", data=True).values}
     assert set(found) == {"a.weight", "b.weight"}
     assert (
-        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        "8.0 KiB of zeros that start and end on disk page boundaries, the first at byte "
         f"{-piece.offset % 4096} of it" in (found["b.weight"])
     )
 
@@ -270,7 +270,7 @@ def test_lost_pages_in_a_tensor_of_several_files_are_found_in_each(tmp_path: Pat
     lose(tmp_path / "half1", 3 * 4096, 4096)
     assert set(found()) == {"rows.weight", "columns.weight"}
     assert (
-        "8.0 KiB of zeros that begin and end with a page of the disk, the first at byte "
+        "8.0 KiB of zeros that start and end on disk page boundaries, the first at byte "
         f"{14 * 4096} of two" in (found()["rows.weight"])
     )
     assert f"byte {3 * 4096} of half1" in found()["columns.weight"]
@@ -282,7 +282,7 @@ def test_lost_pages_in_a_transposed_matrix_are_found(tmp_path: Path) -> None:
     state = {"w.weight": torch.randn(128, 256).t(), "column": torch.randn(64, 64)[:, 3]}
     assert values(tmp_path, state, "bin") == {}
     told = verify(tmp_path, data=True).not_checked
-    assert "lost pages in 1 tensor whose numbers lie far apart in their file" in told
+    assert "lost pages in 1 tensor whose elements are not contiguous in the file" in told
     layout = open_checkpoint(tmp_path).weights[0].tensors[0].layout
     assert isinstance(layout, Strided)
     begin = (layout.storage.offset // 4096 + 3) * 4096
@@ -354,8 +354,8 @@ def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Pa
     assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(
         ("cut.weight", "hole.weight", "flat.weight"), "zero-pages"
     )
-    assert "begin inside of one row and fill others" in found["cut.weight"][1]
-    assert "fill it from there to its end" in found["flat.weight"][1]
+    assert "start inside a row and fill others" in found["cut.weight"][1]
+    assert "fill the rest of the tensor" in found["flat.weight"][1]
 
 
 def in_file_order(folder: Path) -> list[StoredTensor]:
@@ -370,7 +370,7 @@ def lose_tail(folder: Path, size: int, fqn: str) -> None:
     lose(piece.path, begin, piece.path.stat().st_size - begin)
 
 
-TAIL = "KiB of zeros that fill it from there to its end, the first at byte "
+TAIL = "KiB of zeros that fill the rest of the tensor, the first at byte "
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -403,7 +403,7 @@ def test_a_lost_end_that_begins_in_a_norm_is_found(tmp_path: Path) -> None:
     lose_tail(tmp_path, 1500, "a.weight")
     found = {one.fqn: one.text for one in verify(tmp_path, data=True).values}
     assert list(found) == ["a.weight"]
-    assert f"1.5 {TAIL}500 of it, and 2 tensors behind it in its file are zero" in found["a.weight"]
+    assert f"1.5 {TAIL}500 of it, and 2 tensors after it in the file are zero" in found["a.weight"]
 
 
 def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:
@@ -460,12 +460,12 @@ def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> No
     state = {"module.module.a": torch.full((8, 8), float("nan")), "module.module.b": torch.ones(4)}
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     said = str(verify(tmp_path, data=True))
-    assert "as no repair mends values (nonfinite): resume from a checkpoint" in said
-    assert f"for the structure alone: ckptfix repair {tmp_path}" in said
+    assert "next, for nonfinite, which no repair can fix: resume from a checkpoint" in said
+    assert f"to repair only the structure: ckptfix repair {tmp_path}" in said
     with nobody_may_read(tmp_path / "model.safetensors"):
         said = str(verify(tmp_path, data=True))
     assert "ckptfix repair" not in said
-    assert "next: make what could not be read readable" in said
+    assert "next: make the unreadable files readable" in said
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -550,7 +550,9 @@ def test_a_flipped_sign_in_a_mean_of_squares_is_found(tmp_path: Path, save: str)
         report = verify(root, data=True)
         assert report.status == 1 or not is_told
         assert [finding.code for finding in report.values] == ["nonfinite"] * is_told
-        assert "holds numbers below 0, though it is a mean of squares" in str(report) or not is_told
+        assert (
+            "holds negative numbers, although it is a mean of squares" in str(report) or not is_told
+        )
 
 
 def test_a_step_below_zero_is_told(tmp_path: Path) -> None:
@@ -561,7 +563,7 @@ def test_a_step_below_zero_is_told(tmp_path: Path) -> None:
     next(iter(state["state"].values()))["step"].fill_(-1)
     torch.save(state, folder / "optimizer.bin")
     report = verify(folder, data=True)
-    assert "(F32 []) is below 0: the next step of Adam divides by 0" in str(report)
+    assert "(F32 []) is negative: the next step of Adam divides by 0" in str(report)
     assert report.status == 1
 
 

@@ -72,7 +72,7 @@ def test_a_flipped_bit_names_tensor_and_file(tmp_path: Path, kind: str, at: int)
     assert report.status == 1
     assert wrong(report) == {FQN: ("changed", name), name: ("changed", None)}
     item = of(report.items, FQN)
-    assert f"the digest of {name} differs, too" in item.text
+    assert f"the digest of {name} also differs" in item.text
     assert "sha256" in item.text
 
 
@@ -338,7 +338,9 @@ def test_against_a_download_compares_files_of_the_same_name(tmp_path: Path) -> N
     (other / "README.md").write_text("b model")
     assert wrong(verify(folder, against=other))["README.md"] == ("changed", None)
     (other / "README.md").write_text("longer")
-    assert "has 7 bytes here, 6 there" in of(verify(folder, against=other).items, "README.md").text
+    assert (
+        f"has 7 bytes (6 in {other})" in of(verify(folder, against=other).items, "README.md").text
+    )
 
 
 def test_against_other_shapes_names_and_ties(tmp_path: Path) -> None:
@@ -356,7 +358,7 @@ def test_against_other_shapes_names_and_ties(tmp_path: Path) -> None:
     report = verify(one, against=two)
     tensors = {item.name: item for item in report.items if item.kind is Kind.TENSOR}
     assert tensors["a"].outcome is tensors["b"].outcome is Outcome.MATCH
-    assert tensors["c"].text == "is F32 [2] here, F32 [2, 1] there"
+    assert tensors["c"].text == f"is F32 [2] (F32 [2, 1] in {two})"
     assert tensors["here"].change is Change.EXTRA
     back = {item.name: item for item in verify(two, against=one).items if item.kind is Kind.TENSOR}
     assert back["here"].change is Change.MISSING
@@ -375,7 +377,7 @@ def test_a_manifest_that_has_no_digest_of_what_is_there(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert report.status == 3
     assert (
-        "nothing was verified: the manifest has no digest of anything here; next: ckptfix seal"
+        "nothing was verified: no file or tensor has a digest in the manifest; next: ckptfix seal"
         in str(report)
     )
     assert "no difference found" not in str(report)
@@ -390,7 +392,7 @@ def test_a_difference_says_what_to_do(tmp_path: Path) -> None:
     path.write_bytes(data)
     said = str(verify(tmp_path))
     for words in (
-        "copy what differs again",
+        "copy the differing files again",
         f"ckptfix verify {tmp_path}",
         f"ckptfix salvage {tmp_path} NEW_FOLDER",
     ):
@@ -404,5 +406,5 @@ def test_an_added_file_is_simply_sealed(tmp_path: Path) -> None:
     seal(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     said = str(verify(tmp_path))
-    assert f"next, if what was added belongs there: ckptfix seal {tmp_path}" in said
-    assert "copy what differs" not in said
+    assert f"next, if you added this on purpose: ckptfix seal {tmp_path}" in said
+    assert "copy the differing files" not in said

@@ -188,11 +188,11 @@ def _measured(
     sample: bool = False,
 ) -> ProbeReport:
     if not 0 < budget < float("inf"):
-        raise ValueError(f"budget={budget}: a positive number of seconds is needed")
+        raise ValueError(f"budget={budget}: expected a positive number of seconds")
     if seed is None:
         seed = secrets.randbits(31)
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: from 0 to {2**63 - 1}")
+        raise ValueError(f"seed={seed}: expected 0 to {2**63 - 1}")
     from ckptfix.devices.probe.measuring import measure, nothing_to_measure
     from ckptfix.devices.torch_devices import device_count, machine_in_use
 

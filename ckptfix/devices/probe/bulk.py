@@ -54,8 +54,8 @@ class NoRoom(CkptfixError):
 
     def __init__(self, what: str, index: int, free: int) -> None:
         super().__init__(
-            f"device {index} has only {human_size(free)} free. To measure before a model fills it: "
-            "ckptfix doctor --peer-copies"
+            f"device {index} has only {human_size(free)} of free memory. To measure before a model "
+            "fills it: ckptfix doctor --peer-copies"
         )
         self.what = what
 

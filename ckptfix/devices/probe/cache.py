@@ -87,7 +87,7 @@ def store(report: ProbeReport) -> None:
         believed = _is_ours(_write(path, document.encode()))
     except OSError as error:
         warnings.warn(
-            f"{path.parent}: the verdicts cannot be kept there: {error.strerror}", stacklevel=3
+            f"{path.parent}: cannot save the probe's verdicts: {error.strerror}", stacklevel=3
         )
         return
     for other in former:
@@ -95,8 +95,8 @@ def store(report: ProbeReport) -> None:
             os.unlink(other)
     if not believed:
         warnings.warn(
-            f"{path.parent}: the verdicts that are kept there are not believed, because others can "
-            f"write to that folder. To change that: chmod go-w {shell_path(path.parent)}",
+            f"{path.parent}: the probe's saved verdicts are ignored, because other users can write "
+            f"to this folder. To fix this: chmod go-w {shell_path(path.parent)}",
             stacklevel=3,
         )
 

@@ -96,9 +96,9 @@ def _iommu(devices: Mapping[int, PciDevice]) -> Iterator[str]:
     if through:
         yield (
             f"an IOMMU translates the addresses of devices {', '.join(through)}: outside virtual "
-            "machines CUDA does not support P2P copies through one (CUDA C++ Programming Guide, "
-            "IOMMU on Linux). Boot with iommu=pt, or switch it off in the firmware (VT-d, "
-            "AMD-Vi)"
+            "machines, CUDA does not support P2P copies through an IOMMU (CUDA C++ Programming "
+            "Guide, IOMMU on Linux). Boot with iommu=pt, or disable the IOMMU in the firmware "
+            "(VT-d, AMD-Vi)"
         )
 
 
@@ -107,13 +107,13 @@ def _access_control(devices: Mapping[int, PciDevice], root: Path) -> Iterator[st
     bridges = sorted({bridge for answer in answers if answer for bridge in answer})
     if bridges:
         yield (
-            f"access control (ACS) on PCIe bridges {', '.join(bridges)} sends copies between "
-            "devices up to the CPU. Switch ACS off in the firmware, or for this boot with setpci "
-            "on these bridges"
+            f"access control (ACS) on PCIe bridges {', '.join(bridges)} routes copies between "
+            "devices through the CPU. Disable ACS in the firmware, or until the next boot with "
+            "setpci on these bridges"
         )
     elif None in answers:
         yield (
-            "access control (ACS) of the PCIe bridges can be read by root only: sudo lspci -vvv | "
+            "only root can read the access control (ACS) of the PCIe bridges: sudo lspci -vvv | "
             "grep ACSCtl"
         )
 
@@ -125,13 +125,13 @@ def _distances(devices: Mapping[int, PciDevice], suspects: Iterable["Pair"]) -> 
             continue
         link = links.get(frozenset((devices[one].address, devices[other].address)))
         if link is not None:
-            yield f"{one} and {other} are linked by NVLink ({link}): the PCIe bus is not their way"
+            yield f"{one} and {other} are linked by NVLink ({link}), not by the PCIe bus"
             continue
         between = distance(devices[one], devices[other])
         if between is not None and between.passes_the_cpu:
             yield (
-                f"between {one} and {other} lies {between.value} ({between.name}): P2P copies over "
-                "it are not supported by all boards"
+                f"{one} and {other} are connected through {between.value} ({between.name}): not "
+                "all boards support P2P copies over it"
             )
 
 
@@ -142,24 +142,24 @@ def _without_peer_access(
     if without:
         some = ", ".join(f"{source} -> {destination}" for source, destination in without)
         yield (
-            f"the driver offers no peer access for {some}: it carries these copies through the "
-            "host itself"
+            f"the driver offers no peer access for {some}: the driver itself sends these copies "
+            "through the host"
         )
 
 
 def _driver(root: Path) -> Iterator[str]:
     if description := read_driver(root).description:
         yield (
-            f"driver {description}: another version may do better; wrong P2P copies were reported "
-            "of several (github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
+            f"driver {description}: another version may work; wrong P2P copies were reported for "
+            "several versions (github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
         )
 
 
 def _virtual(root: Path) -> Iterator[str]:
     if is_virtual(root):
         yield (
-            "this is a virtual machine: IOMMU and access control of the host below it cannot be "
-            "seen from here"
+            "this is a virtual machine: the IOMMU and the access control of its host are not "
+            "visible inside it"
         )
 
 
@@ -264,7 +264,7 @@ class Watched:
                     ending=Ending.HUNG,
                     trials=trials,
                     stage=stage,
-                    message=f"no end after {patience:.1f} s",
+                    message=f"did not end within {patience:.1f} s",
                 )
             if answer is None:
                 return TaskResult(
@@ -323,7 +323,9 @@ def _read(stream: IO[bytes] | None, answers: "queue.Queue[dict[str, Any] | None]
 
 _SHOWN = 4
 _CONFIDENCE = 0.99
-_OTHER_WAYS = "NCCL, CUDA IPC, and kernels of other libraries that read the memory of a peer"
+_OTHER_WAYS = (
+    "NCCL, CUDA IPC, and kernels of other libraries that read the memory of another device"
+)
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -370,15 +372,15 @@ def _exercised(run: Run, found: Measurements) -> Iterator[str]:
     trips = [count for count in found.round_trips.values() if count]
     if trips:
         yield (
-            f"the way from the host and back of {count_of(len(trips), 'device')}, {max(trips)} "
-            "times each"
+            f"round trips from the host to {count_of(len(trips), 'device')} and back, {max(trips)} "
+            "each"
         )
     finished = [pair for pair, record in found.records.items() if record.finished(run.plan)]
     if finished:
         yield (
             f"{_pairs(finished)}: {run.plan.copies} copies each ({run.plan.name} plan), up to "
-            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations "
-            "poisoned, compared by a kernel queued behind the copy, and on the host"
+            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations were "
+            "poisoned before, and compared by a kernel queued behind the copy and on the host"
         )
     if found.at_once:
         yield f"{found.at_once} ordered pairs at once, {count_of(run.plan.rounds, 'round')}"
@@ -410,29 +412,29 @@ def _not_exercised(
         if verdict not in (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
     ]
     if settled:
-        yield f"the rest of the plan for {_pairs(settled)}: the verdict was clear"
+        yield f"the rest of the plan for {_pairs(settled)}: the verdict was already clear"
     if not found.at_once and len(found.records) - len(settled) > 1:
-        yield "several pairs at once: no time, or no verdict for them"
+        yield "several pairs at once: no time left, or no verdict for them"
     if found.chains < found.triples:
         yield (
-            f"{found.triples - found.chains} of {found.triples} chains: no time, or no verdict for "
-            "a pair of them"
+            f"{found.triples - found.chains} of {found.triples} chains: no time left, or no "
+            "verdict for one of their pairs"
         )
     if run.plan.name != STRICTEST:
         yield "the full plan: ckptfix doctor --peer-copies"
     unpoisoned = sum(record.unpoisoned for record in found.records.values())
     if unpoisoned:
         yield (
-            f"poison under {unpoisoned} copies by to(): the allocator handed out another block "
-            "than before"
+            f"poisoning before copies by to() ({count_of(unpoisoned, 'time')}): the allocator "
+            "returned a different block"
         )
     if run.in_process:
         yield "copies that hang: in_process=True cannot end them"
     if run.blind:
-        yield f"{run.blind}; so no pair is remembered as healthy"
+        yield f"{run.blind}; no pair is remembered as healthy"
     yield from found.left_out
     yield from _rarer_faults(pairs.values())
-    yield "faults that need other loads, sizes or temperatures"
+    yield "faults that occur only with other loads, sizes or temperatures"
     yield _OTHER_WAYS
 
 
@@ -449,11 +451,11 @@ def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
         if least:
             share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
             yield (
-                f"faults of {kind} copies that hit fewer than {100 * share:.2g} % of them: {least} "
-                f"by each healthy pair find more frequent ones with {_CONFIDENCE:.0%}"
+                f"faults that hit fewer than {100 * share:.2g} % of {kind} copies: the {least} of "
+                f"each healthy pair find more frequent faults with a chance of {_CONFIDENCE:.0%}"
             )
         else:
-            yield f"{kind} copies by some of the pairs that are called healthy"
+            yield f"{kind} copies by some of the pairs reported as healthy"
 
 
 def _pairs(pairs: Iterable[Pair]) -> str:
@@ -517,7 +519,7 @@ def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple
         return (
             Machine(),
             (
-                f"the probe's worker sees {len(machine.names)} devices, this process at least "
+                f"the probe's worker sees {len(machine.names)} devices, this process sees at least "
                 f"{last + 1}"
             ),
         )
@@ -527,10 +529,10 @@ def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple
         return (
             Machine(),
             (
-                f"the probe's worker sees other devices ({', '.join(machine.names)}) or another "
-                f"driver or allocator than this process ({', '.join(here.names)}): did the "
-                "environment change since this process began to use them? To measure in this "
-                "process: probe_peer_copies(in_process=True)"
+                f"the probe's worker sees different devices ({', '.join(machine.names)}), or a "
+                f"different driver or allocator, than this process ({', '.join(here.names)}): did "
+                "the environment change after this process began to use its devices? To measure in "
+                "this process: probe_peer_copies(in_process=True)"
             ),
         )
     return machine, ""

@@ -296,7 +296,7 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
                 if report.verdict is not Verdict.HEALTHY
             )
         if self.with_verdict(Verdict.HEALTHY):
-            yield "healthy: the copies named here arrived bit for bit; no more than that is said"
+            yield "healthy: the copies listed below arrived bit for bit; nothing else is proven"
         yield from (f"exercised: {line}" for line in self.exercised)
         yield from (f"NOT exercised: {line}" for line in self.not_exercised)
         yield from (f"hint: {line}" for line in self.hints)

@@ -153,7 +153,7 @@ class PairRecord(Struct, kw_only=True):
             return self.ended, self.kind, None, self.why
         if self.failures:
             shown = self._most_telling()
-            detail = f"{len(self.failures)} of {self.trials} copies; {shown.case}"
+            detail = f"{len(self.failures)} of {self.trials} copies wrong, such as {shown.case}"
             return Verdict.WRONG, shown.kind, shown.first_offset, detail
         if self.doubt:
             return Verdict.INCONCLUSIVE, "", None, self.doubt
@@ -163,11 +163,11 @@ class PairRecord(Struct, kw_only=True):
                 "",
                 None,
                 (
-                    f"only {self._all_trials} copies before the time was up, all right; the next "
-                    "probe goes on from there"
+                    f"only {self._all_trials} copies before time ran out, all correct; the next "
+                    "probe continues from there"
                 ),
             )
-        return Verdict.HEALTHY, "", None, f"{self._all_trials} copies, all right"
+        return Verdict.HEALTHY, "", None, f"{self._all_trials} copies, all correct"
 
     def _most_telling(self) -> Failure:
         """Return the first failure of the kind that most failures are of, small payloads left
@@ -184,7 +184,7 @@ answer.
 """
 
 _WHERE_IT_WORKS = (
-    ". If only one process may use the device, measure in that one: "
+    ". If only one process can use the device, measure in that process: "
     "probe_peer_copies(in_process=True), or before it starts: ckptfix doctor --peer-copies"
 )
 

@@ -27,6 +27,7 @@ from ckptfix.devices.probe.task import Announce, Failure
 from ckptfix.devices.torch_devices import device
 from ckptfix.errors import CkptfixError
 from ckptfix.hardware import Pair
+from ckptfix.wording import count_of
 
 _SIZES = (65541, 1, 4097, 70001, (8 << 20) + 5, *(4096 + 5 * index for index in range(50)))
 _AGAIN = 3
@@ -76,7 +77,7 @@ def still_holds(index: int, block: Any, sent: Any) -> None:
     back.copy_(block)
     if not same(back, sent):
         raise UnusableDevice(
-            index, f"{exact_size(sent.numel())} sent from the host are not what it gives back"
+            index, f"{exact_size(sent.numel())} sent from the host came back with wrong bytes"
         )
 
 
@@ -91,11 +92,11 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
         wrong = int((back != sent).sum())
         raise UnusableDevice(
             index,
-            f"{wrong} of {exact_size(size)} are wrong after a round trip from the host and back",
+            f"{count_of(wrong, 'wrong byte')} in {exact_size(size)} after a round trip to the host",
         )
     if not seen:
         raise UnusableDevice(
-            index, f"its kernel finds {exact_size(size)} from the host unequal to themselves"
+            index, f"its kernel finds two copies of the same {exact_size(size)} unequal"
         )
 
 

@@ -229,7 +229,7 @@ class Runner:
         for name in {case.dtype, case.source_dtype} - {"", _ALWAYS_TAKEN}:
             for index in pair:
                 if not self._takes(index, name):
-                    return f"{name}: device {index} does not take it"
+                    return f"{name}: device {index} does not support it"
         return ""
 
     def _takes(self, index: int, dtype: str) -> bool:
@@ -316,7 +316,7 @@ def blinded() -> str:
     does.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the one before"
+        return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the previous one"
     return ""
 
 

@@ -101,12 +101,12 @@ class Tally(Struct, kw_only=True):
 
     def _how(self) -> str:
         if not self.nbytes:
-            return "without an element: no byte could differ"
+            return "all empty: there are no bytes to compare"
         if not self.converted:
             return "equal in every byte"
         if self.converted == self.right:
             return "converted to a wider dtype"
-        return f"{self.converted} converted to a wider dtype, the others equal in every byte"
+        return f"{self.converted} converted to a wider dtype, the rest equal in every byte"
 
 
 Progress = Callable[[int], None]
@@ -159,7 +159,7 @@ class ValueProofs(Struct, kw_only=True):
             proofs.add(Subject.VALUES, outcome, text, advice="" if is_note else ADVICE[code])
         if self.looked_at and not any(proof.outcome is Outcome.FAILED for proof in proofs):
             what = (
-                "values: no NaN, no Inf and no matrix of zeros in"
+                "values: no NaN, no Inf and no all-zero matrix in"
                 if not by_kind
                 else "values: read in"
             )
@@ -257,7 +257,8 @@ def _through_the_disk(
     # raised.
     if shutil.disk_usage(folder).free <= value.nbytes:
         tally.skip(
-            name, f"no room for it in {folder.parent}; next: set TMPDIR to a folder that has it"
+            name,
+            f"not enough space in {folder.parent}; next: set TMPDIR to a folder with more space",
         )
         return
     # The file's own name for the tensor is never used: it could lead out of the folder.
@@ -274,7 +275,7 @@ def _through_the_disk(
     if (found := first_mismatch(back, host_bytes(value))) is None and back.shape == value.shape:
         tally.arrived(value.nbytes)
     else:
-        tally.differs(name, found or f"its shape was {list(value.shape)}, now {list(back.shape)}")
+        tally.differs(name, found or f"shape was {list(value.shape)}, now {list(back.shape)}")
 
 
 def _onto_a_device(
@@ -287,14 +288,14 @@ def _onto_a_device(
 ) -> None:
     index = place if isinstance(place, int) else 0
     if index >= accelerators:
-        tally.skip(name, f"device {index} is not on this machine")
+        tally.skip(name, f"this machine has no device {index}")
         return
     try:
         there = value.to(device(index))
         found = first_mismatch(there, file_bytes(stored, CHUNK))
     except RuntimeError as error:
         if is_out_of_memory(error):
-            tally.skip(name, f"no room for it on device {index}")
+            tally.skip(name, f"not enough memory on device {index}")
         else:
             tally.differs(name, f"on device {index}: {type(error).__name__}: {error}")
         return
@@ -354,10 +355,10 @@ def prove_model(
         wanted = device_of(held.name, device_map)
         value = held.value
         if value is None:
-            tally.differs(held.name, f"it should be on {wanted}, and is nowhere")
+            tally.differs(held.name, f"expected on {wanted}, but its value is missing")
             continue
         if isinstance(wanted, int) and (value.device.type == CPU or value.device.index != wanted):
-            tally.differs(held.name, f"it should be on device {wanted}, and is on {value.device}")
+            tally.differs(held.name, f"expected on device {wanted}, found on {value.device}")
             continue
         if wanted in (CPU, DISK) and isinstance(main, int):
             value = value.to(device(main))
@@ -372,7 +373,7 @@ def _difference(
     built: Built, name: str, value: torch.Tensor, loaded: Loaded
 ) -> Mismatch | str | None:
     if name in loaded:
-        return None if _digest(value) == loaded[name] else "other bytes than in the loaded model"
+        return None if _digest(value) == loaded[name] else "bytes differ from the loaded model"
     return first_mismatch(value, expected_bytes(built, name, value.dtype))
 
 

@@ -52,14 +52,14 @@ def read_device_map(given: object) -> Spread | dict[str, Device]:
         return Spread(text)
     kinds = ", ".join(spread.value for spread in Spread)
     if not isinstance(text, str) or not text or not Path(text).is_file():
-        raise UsageError(f"the device map {given!r} is neither a JSON file nor one of {kinds}")
+        raise UsageError(f"device map {given!r}: expected a JSON file or one of {kinds}")
     try:
         document = json.loads(Path(text).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{text} is not JSON: {error}") from None
     if not isinstance(document, dict) or not document:
         raise UsageError(
-            f'{text}: a device map is a JSON object like {{"model.layers.0": 0, "lm_head": "cpu"}}'
+            f'{text}: expected a JSON object like {{"model.layers.0": 0, "lm_head": "cpu"}}'
         )
     return {name: _device(device, name) for name, device in document.items()}
 
@@ -78,7 +78,7 @@ def read_max_memory(given: object) -> dict[Device, int] | None:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"max_memory {given!r} is not JSON: {error}") from None
     if not isinstance(given, Mapping) or not given:
-        raise UsageError('max_memory is a JSON object like {"0": "4GiB", "cpu": "8GiB"}')
+        raise UsageError('max_memory: expected a JSON object like {"0": "4GiB", "cpu": "8GiB"}')
     return {_device(name, "max_memory"): _size(size, str(name)) for name, size in given.items()}
 
 
@@ -120,7 +120,7 @@ def _device(given: Any, where: str) -> Device:
         return text
     if match := _INDEXED.fullmatch(text):
         return int(match[1])
-    raise UsageError(f'{where}: {text!r} is not a device; an index, "cpu" or "disk" is')
+    raise UsageError(f'{where}: {text!r} is not a device (expected an index, "cpu" or "disk")')
 
 
 def _size(given: Any, where: str) -> int:
@@ -132,7 +132,7 @@ def _size(given: Any, where: str) -> int:
         size = -1
     if size < 0:
         raise UsageError(
-            f'max_memory of {where}: {given!r} is not a size; "4GiB" or a number of bytes is'
+            f'max_memory of {where}: {given!r} is not a size (expected "4GiB" or a number of bytes)'
         )
     return min(size, MOST)
 

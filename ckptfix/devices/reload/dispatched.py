@@ -247,9 +247,9 @@ def plan_for_weights(weights: Weights, request: MapRequest, machine: Accelerator
     model = _module_of(weights)
     modules = [name for name, _ in model.named_modules()]
     tied = [name for group in weights.ties for name in group]
-    names, why = [*weights.tensors], "a module that owns no tensor, or a misspelt name"
+    names, why = [*weights.tensors], "a module without tensors, or misspelled"
     said = _strange(request.given, [*names, *tied, *modules], "the files", why)
-    made = " from the names in the files, numbered modules kept in one piece"
+    made = " from the names in the files, without splitting numbered modules"
     return _plan(model, (_Numbered.__name__,), made, names, weights.ties, request, machine, said)
 
 
@@ -258,8 +258,8 @@ def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> 
     model, names = built.model, list(tensors_of(built.model))
     modules = [name for name, _ in model.named_modules()]
     kind = type(model).__name__
-    said = _strange(request.given, [*names, *modules], kind, "misspelt")
-    made = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
+    said = _strange(request.given, [*names, *modules], kind, "misspelled")
+    made = f", without splitting {', '.join(built.no_split)}" if built.no_split else ""
     ties = find_tied_parameters(model)
     return _plan(model, built.no_split, made, names, ties, request, machine, said)
 
@@ -311,7 +311,7 @@ def _plan(
     if not isinstance(request.given, Spread):
         device_map, source = dict(request.given), request.source
     else:
-        source = f"{request.source}, made by accelerate{made}"
+        source = f"{request.source}, inferred by accelerate{made}"
         limits = request.limits_on(machine)
         try:
             device_map = (
@@ -320,7 +320,7 @@ def _plan(
                 else map_model(model, no_split, request.given, limits)
             )
         except ANYTHING as error:  # accelerate walks through the user's own modules
-            text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
+            text = f"accelerate cannot infer a map for {type(model).__name__}: {in_words(error)}"
             failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
             return MapPlan(
                 source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False,
@@ -347,8 +347,8 @@ def _strange(
     if not unknown:
         return ()
     text = (
-        f"{count_of(len(unknown), 'name')} of the map not in {where}: {list_names(unknown)}: "
-        f"{why}, moves nothing"
+        f"{count_of(len(unknown), 'name')} of the map without effect: {list_names(unknown)}: "
+        f"not in {where} ({why})"
     )
     is_transfer = any(isinstance(given[name], int) for name in unknown)
     line = Proof(
@@ -374,11 +374,11 @@ def _judged(
     broken = split_ties(ties, device_map)
     proofs = Proofs(said)
     if not names:
-        text = "the device map: there is no tensor that it could place"
+        text = "the device map: there are no tensors to place"
         proofs.add(Subject.DEVICE_MAP, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif uncovered:
         text = (
-            f"the map gives no device to {count_of(len(uncovered), 'tensor')}: "
+            f"the map assigns no device to {count_of(len(uncovered), 'tensor')}: "
             f"{list_names(uncovered)}"
         )
         proofs.add(Subject.DEVICE_MAP, Outcome.FAILED, text)
@@ -387,8 +387,8 @@ def _judged(
         proofs.add(Subject.DEVICE_MAP, Outcome.PROVEN, text)
     for (one, here), (other, there) in broken:
         text = (
-            f"the map splits tied weights: {one!r} is on {here}, {other!r} on {there}, and both "
-            f"are one tensor; put both on {here}"
+            f"the map splits tied weights: {one!r} is on {here} and {other!r} on {there}, but "
+            f"both are the same tensor; put both on {here}"
         )
         proofs.add(Subject.TIES, Outcome.FAILED, text)
     if ties and not broken:
@@ -399,8 +399,8 @@ def _judged(
     )
     for place in absent:
         text = (
-            f"device {place} of the map is not on this machine: {_tensors_on(place, devices)} not "
-            "placed"
+            f"this machine has no device {place}, which the map uses: "
+            f"{_tensors_on(place, devices)} not placed"
         )
         proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     return MapPlan(

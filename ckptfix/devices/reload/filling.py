@@ -213,15 +213,16 @@ def names_in_words(
     prefix = "".join(f"{segment}." for segment in chain)
     if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
         return [
-            f"every key in {weights.label} begins with {prefix!r}, and none in the model does: "
-            f"nothing would be loaded; next: {command('repair', weights.root)} --keys bare"
+            f"every key in {weights.label} begins with {prefix!r}, but no key of the model "
+            f"does, so nothing would be loaded; next: {command('repair', weights.root)} "
+            "--keys bare"
         ]
     problems = []
     if missing:
-        text = f"{count_of(len(missing), 'name')} of the model missing: {list_names(missing)}"
+        text = f"{count_of(len(missing), 'key')} of the model missing: {list_names(missing)}"
         problems.append(f"{text}{then[0]}")
     if unexpected:
-        text = f"{count_of(len(unexpected), 'unexpected name')}: {list_names(unexpected)}"
+        text = f"{count_of(len(unexpected), 'unexpected key')}: {list_names(unexpected)}"
         problems.append(f"{text}{then[1]}")
     return problems
 

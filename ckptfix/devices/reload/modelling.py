@@ -46,14 +46,14 @@ from ckptfix.hardware import Pair
 from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (
-    "loading straight onto devices: the model is filled on the CPU and then dispatched; "
-    "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its "
-    "device"
+    "loading directly onto devices: verify fills the model on the CPU and then dispatches "
+    "it, but from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each "
+    "tensor onto its device"
 )
 
 _OVERFLOWS = (
-    "no weight holds NaN, so the computation makes it: look at the inputs, or let --model build it "
-    "in float32"
+    "no weight contains NaN, so the computation produces it: check the inputs, or use "
+    "--model to build the model in float32"
 )
 
 
@@ -88,7 +88,7 @@ def verify_model(
     trials = _trials(built, plan, machine)
     single = _one_device(proof, built, trials, machine, has_nan=has_nan)
     if not plan.is_sound:
-        text = "the model on its map: the map is refused"
+        text = "the model on its map: the map is not usable"
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     try:
         for trial in trials:
@@ -116,18 +116,19 @@ def _one_device(
         if single.problem:
             is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
             outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
-            whose = "the factory's inputs" if is_given else "the inputs made from its config"
-            reason = f"the model does not run on {where} with {whose}: {single.problem}"
-            reason += f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
+            whose = "the factory's inputs" if is_given else "inputs generated from its config"
+            reason = f"the model fails on {where} with {whose}: {single.problem}"
+            reason += (
+                f"; NaN first appears in the output of {single.nan_at}" if single.nan_at else ""
+            )
             advice = (
                 ADVICE["nonfinite"]
                 if has_nan
-                else "let the factory return inputs that the model takes"
+                else "make the factory return inputs that the model accepts"
             )
         elif is_empty(single.output):
             reason = (
-                "what the forward pass returns holds no tensor with an element: nothing can be "
-                "compared"
+                "the forward pass returns no tensor with elements, so there is nothing to compare"
             )
         else:
             _say_unreached(proof, single.unreached)
@@ -135,7 +136,7 @@ def _one_device(
             return single.output
     proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}", advice=advice)
     if machine.count > 1:
-        text = "direct copies against staged ones: the model is not run"
+        text = "direct vs. staged copies: the model was not run"
         proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     return None
 
@@ -146,13 +147,13 @@ def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
     """
     if unreached is None:
         text = (
-            "which parts of the model no input reached: not known, as its weights came block by "
-            "block"
+            "parts of the model that no input reached: unknown, because its weights were "
+            "loaded block by block"
         )
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     elif unreached:
         text = (
-            f"parts of the model that no input reached: {list_names(unreached)}; next: give "
+            f"parts of the model that no input reached: {list_names(unreached)}; next: pass "
             "--model a factory that returns (model, inputs)"
         )
         proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
@@ -164,16 +165,16 @@ def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: 
     Inf there is no fault of a split, which must only have the same: a model can return -inf for
     what it masks.
     """
-    first = f"; NaN is first in the output of {single.nan_at}" if single.nan_at else ""
+    first = f"; NaN first appears in the output of {single.nan_at}" if single.nan_at else ""
     if places := nonfinite_places(single.output, torch.isnan):
         advice = ADVICE["nonfinite"] if has_nan else _OVERFLOWS
-        text = f"the output of {where} holds NaN: {places}{first}"
+        text = f"the output on {where} contains NaN: {places}{first}"
         proof.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text, advice=advice)
     elif has_nan:
-        text = f"the output of {where} holds no NaN, although a weight does{first}"
+        text = f"the output on {where} contains no NaN, although a weight does{first}"
         proof.proofs.add(Subject.OUTPUTS, Outcome.NOTE, text)
     if places := nonfinite_places(single.output, torch.isinf):
-        text = f"the output of {where} holds Inf: {places}"
+        text = f"the output on {where} contains Inf: {places}"
         proof.proofs.add(Subject.OUTPUTS, Outcome.NOTE, text)
 
 
@@ -185,8 +186,8 @@ def _on_a_map(
     with _room(built, trial) as (folder, needs):
         if folder is None:
             text = (
-                f"the model offloaded to disk: no room for {human_size(needs)} in "
-                f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
+                f"the model offloaded to disk: not enough space in {tempfile.gettempdir()} "
+                f"({human_size(needs)} needed); next: set TMPDIR to a folder with more space"
             )
             proof.proofs.add(
                 Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used)
@@ -205,11 +206,11 @@ def _on_a_map(
         except ModelLost:
             raise
         except ANYTHING as error:  # no room on a device, most of all
-            what = "cannot be read on" if is_there else "does not get onto"
+            what = "cannot be verified on" if is_there else "cannot be placed on"
             text = f"the model {what} {trial}: {in_words(error)}"
             outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
             advice = (
-                "free memory on that device, or give it less: --max-memory"
+                "free memory on that device, or assign less to it with --max-memory"
                 if is_out_of_memory(error)
                 else ""
             )
@@ -232,13 +233,10 @@ def _prove_placed(
     prove_model(built, loaded, trial.device_map, renamed, main=trial.main, loaded=loaded)
     proof.proofs += renamed.proofs()
     if machine.count and not used:
-        text = f"the way to an accelerator: the map has none of the model on one, but on {trial}"
+        text = f"transfers to an accelerator: the map places the model only on {trial}"
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif machine.count > 1 and len(used) < 2:
-        text = (
-            "direct copies against staged ones: the map has the model on one accelerator, "
-            f"{trial.main}"
-        )
+        text = f"direct vs. staged copies: the map uses only one accelerator, {trial.main}"
         proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
 
 
@@ -287,18 +285,18 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
         proof.proofs.add(Subject.NAMES, Outcome.FAILED, text)
     for one, other in filled.untied:
         text = (
-            f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader "
-            'that ties them loses one of them; where both are meant, set "tie_word_embeddings": '
+            f"{one!r} and {other!r} are one tensor in {kind} but differ in the file: a loader "
+            'that ties them loses one of them; if both are intended, set "tie_word_embeddings": '
             "false in config.json"
         )
         proof.proofs.add(Subject.TIES, Outcome.FAILED, text)
     for text in filled.unproven:
         proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
     if not filled.differences:
-        wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""
+        wider = f"; {len(filled.converted)} kept in another dtype" if filled.converted else ""
         names = len(tensors_of(built.model))
         text = (
-            f"names and shapes: {count_of(names, 'name')} of {kind} filled by "
+            f"keys and shapes: {count_of(names, 'key')} of {kind} filled by "
             f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left "
             f"over{wider}"
         )

@@ -103,10 +103,11 @@ def _of_transformers(
     cls = _class_of_transformers(library, config)
     if ADAPTER in asked.configs:
         raise Unchecked(
-            f"{ADAPTER} lies next to it, and from_pretrained puts that adapter on the model"
+            f"{ADAPTER} is in the same folder, and from_pretrained applies that adapter to "
+            "the model"
         )
     if config.get("transformers_weights"):
-        raise Unchecked("config.json names the file with the weights itself (transformers_weights)")
+        raise Unchecked("config.json selects the weights file (transformers_weights)")
     named, cls = cls, _taken_by_type(library, cls, config, folder)
     answer = answer._replace(loads=cls.__name__)
     settings = _config_of(cls, folder)
@@ -126,14 +127,14 @@ def _of_transformers(
     )
     if config.get("quantization_config") and outcome.status:
         raise Unchecked(
-            "quantized weights: without a device their layers are not made as for a load onto one"
+            "quantized weights: without a device their layers are not built as in a load onto one"
         )
     return outcome
 
 
 def _ensure_own_code(config: Mapping[str, Any], name: str) -> None:
     if "auto_map" in config:
-        raise Unchecked(f"{name} needs code from the folder (auto_map), which is never run")
+        raise Unchecked(f"{name} needs code from the folder (auto_map), which ckptfix never runs")
 
 
 def _class_of_transformers(library: Any, config: Mapping[str, Any]) -> Any:
@@ -141,7 +142,7 @@ def _class_of_transformers(library: Any, config: Mapping[str, Any]) -> Any:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
-        raise Unchecked("config.json names no class (architectures)")
+        raise Unchecked("config.json names no model class (architectures)")
     cls: Any = getattr(library, name, None)
     if not _is_model(cls, library.PreTrainedModel) or cls.config_class is None:
         raise Unchecked(f"transformers {library.__version__} has no model class {name}")
@@ -175,9 +176,7 @@ def _taken_by_type(library: Any, cls: Any, config: Mapping[str, Any], folder: Pa
         taken = _listed(names.get(settings.model_type))
         if taken and cls.__name__ in _listed(names.get(own)):
             return getattr(library, taken[0])
-    raise ValueError(
-        f"model_type is {settings.model_type!r}, which has no model like {cls.__name__}"
-    )
+    raise ValueError(f"model_type {settings.model_type!r} has no model class like {cls.__name__}")
 
 
 def _listed(names: str | Sequence[str] | None) -> Sequence[str]:
@@ -207,8 +206,8 @@ def _attention_of(settings: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     asked = [name for name in _attentions(settings) if name is not None]
     kernels = [name for name in asked if isinstance(name, str) and ("/" in name or "flash" in name)]
     if kernels and any(map(find_spec, _KERNELS)):
-        why = f"whether {kernels[0]!r} can be loaded here, the attention of the config: 'eager' was"
-        return {"attn_implementation": "eager"}, (f"{why} asked for",)
+        why = f"whether the config's attention {kernels[0]!r} can be loaded here: 'eager' was"
+        return {"attn_implementation": "eager"}, (f"{why} requested instead",)
     is_own = any(name != "eager" for name in asked)
     return {} if is_own else {"attn_implementation": "eager"}, ()
 
@@ -236,8 +235,8 @@ def _unknown(
     """
     if type(model) is not named:
         yield (
-            f"whether a script loads {named.__name__}, the class in architectures: an AutoModel "
-            f"takes {type(model).__name__}, by model_type"
+            f"whether a script loads {named.__name__}, the class in architectures: an "
+            f"AutoModel takes {type(model).__name__}, based on model_type"
         )
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = [
@@ -246,16 +245,14 @@ def _unknown(
         if {target, source} <= tensors.keys()
     ]
     if pairs:
-        yield (
-            f"whether {pairs[0]} are equal, which the config ties ({count_of(len(pairs), 'pair')})"
-        )
+        yield f"whether the tied weights {pairs[0]} are equal ({count_of(len(pairs), 'pair')})"
     if any(
         "Converter" in type(rule).__name__
         for rule in getattr(model, "_weight_conversions", None) or ()
     ):
-        yield "values of the weights that transformers merges or splits while it loads them"
+        yield "values of the weights that transformers merges or splits during loading"
     if config.get("quantization_config"):
-        yield "whether a device that the quantization needs loads the same"
+        yield "whether a load onto the device that the quantization needs gives the same result"
 
 
 def _of_diffusers(
@@ -305,10 +302,12 @@ def _of_pipeline(library: Any, asked: Asked, answer: LoadOutcome) -> LoadOutcome
     index = asked.configs[PIPELINE]
     name = index.get("_class_name")
     if not isinstance(name, str):
-        raise Unchecked(f"the class of {PIPELINE} is code of the folder, which is never run")
+        raise Unchecked(
+            f"the class in {PIPELINE} is code from the folder, which ckptfix never runs"
+        )
     cls: Any = getattr(library, name.removeprefix("Flax"), None)
     if cls is None:
-        return answer._replace(refused=f"it has no class {name}")
+        return answer._replace(refused=f"diffusers {library.__version__} has no class {name}")
     if not _is_model(cls, library.DiffusionPipeline):
         raise Unchecked(f"{name} is not a pipeline")
     expected, _ = cls._get_signature_keys(cls)
@@ -328,7 +327,7 @@ def _of_pipeline(library: Any, asked: Asked, answer: LoadOutcome) -> LoadOutcome
             refused.append(f"{key}: {in_words(error)}")
     absent = sorted({*expected} - components.keys() - {*cls._optional_components})
     if absent:
-        refused.append(f"{PIPELINE} lists no {list_names(absent)}")
+        refused.append(f"{PIPELINE} does not list {list_names(absent)}")
     return answer._replace(loads=name, components=len(components), refused="; ".join(refused))
 
 
@@ -350,9 +349,7 @@ def _of_peft(
     if kind not in library.PeftType.__members__.values():
         raise Unchecked(f"peft {library.__version__} has no adapter of type {kind}")
     if config.get("monteclora_config"):
-        raise Unchecked(
-            "PEFT makes the sampler of MonteCLoRA (monteclora_config) on a device alone"
-        )
+        raise Unchecked("PEFT creates the MonteCLoRA sampler (monteclora_config) only on a device")
     outcomes: list[LoadOutcome] = []
     for base, unknown in _bases(library, config, tensors, asked.home):
         outcomes.append(_adapted(library, base, tensors, folder, answer)._replace(unknown=unknown))
@@ -401,7 +398,7 @@ def _base(
     unknown = [*unasked]
     if settings.__dict__.pop("quantization_config", None) is not None:
         unknown.append(
-            "whether the base can be quantized here: it is taken without quantization_config"
+            "whether the base can be quantized here: it was loaded without quantization_config"
         )
     labels = {
         tensor.shape[0]
@@ -412,7 +409,7 @@ def _base(
         (settings.num_labels,) = labels
         unknown.append(
             f"whether the script loads the base with num_labels={settings.num_labels}, as the "
-            "adapter has"
+            "adapter requires"
         )
     with torch.device("meta"):
         base = build(settings, **attention)
@@ -463,9 +460,7 @@ def _home_of_base(config: Mapping[str, Any], start: str) -> str:
         path = try_to_load_from_cache(base, "config.json", revision=config.get("revision"))
         if isinstance(path, str):
             return str(Path(path).parent)
-    raise Unchecked(
-        f"the base model {base} is not here: no folder, and not in the cache of the hub"
-    )
+    raise Unchecked(f"the base model {base} is neither a local folder nor in the Hub cache")
 
 
 def _adapted(

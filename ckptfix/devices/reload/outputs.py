@@ -55,10 +55,10 @@ class Deviation(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         if not isfinite(self.difference):
-            return "a shape, a NaN, an Inf or a whole number differs"
+            return "a shape, NaN, Inf or integer differs"
         return (
-            f"max |difference| {self.difference:.3g} where the largest value is {self.scale:.3g}: "
-            f"{self.relative:.2g} of it, limit {self.limit:.2g}"
+            f"max |difference| {self.difference:.3g} for values up to {self.scale:.3g}: "
+            f"relative {self.relative:.2g}, limit {self.limit:.2g}"
         )
 
 

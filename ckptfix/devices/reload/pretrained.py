@@ -187,8 +187,8 @@ def _is_numbered(keys: Iterable[str]) -> bool:
 
 
 _THEN = (
-    "; from_pretrained fills the gap with random values, and only warns",
-    "; from_pretrained leaves out what has no place, and only warns",
+    "; from_pretrained fills the gap with random values and only warns",
+    "; from_pretrained ignores them and only warns",
 )
 
 
@@ -240,8 +240,8 @@ def _of_loading(info: Mapping[str, Any], found: Destinations, weights: Weights) 
     problems = names_in_words(missing, unexpected, weights, then=_THEN)
     mismatched = sorted(info.get("mismatched_keys", ()))
     shapes = [
-        f"{name!r} has shape {list(have)} {'merged from' if name in found.merged else 'in'} the "
-        f"file, {list(want)} in the model"
+        f"{name!r} has shape {list(have)} {'when merged from' if name in found.merged else 'in'} "
+        f"the file, {list(want)} in the model"
         for name, have, want in mismatched
     ]
     if shapes:
@@ -249,9 +249,9 @@ def _of_loading(info: Mapping[str, Any], found: Destinations, weights: Weights) 
         absent = absent_siblings(merged)
         problems += few(shapes, "shape")
         problems.append(
-            f"from_pretrained refuses the checkpoint: {count_of(len(shapes), 'tensor')} of another "
-            "shape than config.json says (with ignore_mismatched_sizes=True it fills the gap "
-            "with random values)" + (f"; the file has no {list_names(absent)}" if absent else "")
+            "from_pretrained refuses the checkpoint: shape mismatch with config.json in "
+            f"{count_of(len(shapes), 'tensor')} (with ignore_mismatched_sizes=True it fills the "
+            "gap with random values)" + (f"; the file lacks {list_names(absent)}" if absent else "")
         )
     return problems + [str(message) for message in info.get("error_msgs", ())]
 
@@ -261,15 +261,15 @@ def _of_places(found: Destinations, weights: Weights, info: Mapping[str, Any]) -
     a word.
     """
     crowded = [
-        f"{key!r} and {found.names[place]!r} of the file both go to {place!r}: from_pretrained "
-        "drops one of them, and says nothing"
+        f"{key!r} and {found.names[place]!r} in the file both map to {place!r}: "
+        "from_pretrained silently drops one of them"
         for key, place in found.crowded.items()
         if not same_bytes(weights, key, found.names[place])
     ]
     refused = {name for name, *_ in info.get("mismatched_keys", ())}
     moved = [
-        f"the tensors of the file for {place!r} are not numbered from 0 on: from_pretrained closes "
-        "the gap, so that later ones move up, and says nothing; the file has no "
+        f"the file's tensors for {place!r} are not numbered 0, 1, 2 and so on: "
+        "from_pretrained silently closes the gap, so later tensors move up; the file lacks "
         f"{list_names(absent_siblings(found.merged[place]))}"
         for place in found.misnumbered()
         if place not in refused
@@ -302,23 +302,24 @@ def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[
     if found.merged:
         keys = [key for group in found.merged.values() for key in group]
         said.append(
-            f"{count_of(len(keys), 'tensor')} of the file ({list_names(keys)}) are merged or cut "
-            f"by the loader (into {count_of(len(found.merged), 'place')} of the model): the "
-            "result is not compared with the file"
+            f"the loader merges or splits {count_of(len(keys), 'tensor')} of the file "
+            f"({list_names(keys)}) into {count_of(len(found.merged), 'tensor')} of the model: "
+            "the result was not compared with the file"
         )
     unexpected = set(info.get("unexpected_keys", ()))
     ignored = [key for key, place in found.left_out.items() if not {key, place} & unexpected]
     if ignored:
         said.append(
-            f"{count_of(len(ignored), 'tensor')} of the file ({list_names(ignored)}): {kind} has "
-            "no place for them, and from_pretrained leaves them out without a warning"
+            f"{count_of(len(ignored), 'tensor')} of the file ({list_names(ignored)}): {kind} "
+            "has no such key, and from_pretrained ignores the values without a warning"
         )
     mismatched = {name for name, *_ in info.get("mismatched_keys", ())}
     unknown = [key for key in found.unknown if not {key} & (unexpected | mismatched)]
     if unknown:
         said.append(
-            f"where {count_of(len(unknown), 'tensor')} of the file went ({list_names(unknown)}): "
-            "this version of transformers does not say what it renames, merges or leaves out"
+            f"where {count_of(len(unknown), 'tensor')} of the file went "
+            f"({list_names(unknown)}): this version of transformers does not report what it "
+            "renames, merges or leaves out"
         )
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     filled = {*found.names, *found.merged}
@@ -329,8 +330,8 @@ def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[
     ]
     if fresh and not found.unknown:
         said.append(
-            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) are not in the "
-            f"file: {kind} may initialize them, and from_pretrained does not warn"
+            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) not in the file: "
+            f"{kind} may initialize them itself, and from_pretrained does not warn"
         )
     return said
 
@@ -414,7 +415,9 @@ def _read_config(root: Path) -> tuple[Any, dict[str, Any]]:
     try:
         import transformers
     except ImportError:
-        raise NoModel("transformers is not installed, so config.json builds nothing") from None
+        raise NoModel(
+            "transformers is not installed, so no model can be built from config.json"
+        ) from None
     given = _parsed(text)
     _ensure_transformers_config(given, transformers)
     return transformers, given
@@ -435,7 +438,7 @@ def _parsed(text: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         kind = type(config).__name__
         raise LoaderRefuses(
-            f"config.json holds a {kind}, and must hold an object; copy or write it again"
+            f"config.json: expected a JSON object, found a {kind}; copy or write it again"
         )
     return config
 
@@ -449,7 +452,7 @@ def _ensure_transformers_config(config: dict[str, Any], transformers: Any) -> No
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and not any(mark in config for mark in marks):
         raise NoModel(
-            f"config.json names no class of transformers (it has no {' and no '.join(marks)})"
+            f"config.json names no transformers class (it has no {' and no '.join(marks)})"
         )
 
 
@@ -462,11 +465,11 @@ def _config(root: Path, given: dict[str, Any], transformers: Any) -> Any:
     except ANYTHING as error:
         if "auto_map" in given and given.get("model_type") not in transformers.CONFIG_MAPPING:
             raise NoModel(
-                "config.json needs code from the folder (auto_map), which is never run"
+                "config.json needs code from the folder (auto_map), which ckptfix never runs"
             ) from error
         step = (
-            "correct config.json, or install a transformers that knows it (here: "
-            f"{transformers.__version__})"
+            "correct config.json, or install a transformers version that supports it "
+            f"(installed: {transformers.__version__})"
         )
         raise LoaderRefuses(f"{in_words(error)}; {step}") from error
 
@@ -474,7 +477,7 @@ def _config(root: Path, given: dict[str, Any], transformers: Any) -> Any:
 def _model_class(given: dict[str, Any], transformers: Any) -> Any:
     names = given.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise NoModel("no --model, and config.json names no single architecture of transformers")
+        raise NoModel("no --model, and config.json does not name exactly one architecture")
     cls: Any = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         version = transformers.__version__
@@ -486,10 +489,11 @@ def _model_class(given: dict[str, Any], transformers: Any) -> Any:
 
 def _ensure_one_model(given: dict[str, Any], found: Sequence[Weights]) -> Sequence[Weights]:
     if "quantization_config" in given:
-        raise NoModel("config.json asks for quantized weights, which are not rebuilt here")
+        raise NoModel("config.json asks for quantized weights, which ckptfix does not build")
     if len(found) != 1:
         raise NoModel(
-            f"config.json describes one model, here are {len(found)}; give the path of one file"
+            f"config.json describes one model, but there are {len(found)}; pass the path of "
+            "one file"
         )
     return found
 
@@ -511,10 +515,11 @@ def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
     sizes = f"config.json describes a model of at least {human_size(needs)}"
     if needs > 4 * weights.nbytes:
         raise LoaderRefuses(
-            f"{sizes}, and the file holds {human_size(weights.nbytes)}: this host has no memory "
-            "for the random values that would fill the gap; correct the sizes in config.json"
+            f"{sizes}, but the file holds {human_size(weights.nbytes)}, and this host has too "
+            "little memory for the random values that would fill the gap; correct the sizes "
+            "in config.json"
         )
-    raise NoModel(f"{sizes}, and this host has {human_size(room)} of memory free")
+    raise NoModel(f"{sizes}, but this host has {human_size(room)} of free memory")
 
 
 def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, dict[str, Any]]:
@@ -541,7 +546,7 @@ def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, 
             ) from error
         if unmerged := _UNMERGED.search(log.text):
             raise LoaderRefuses(_unmerged(unmerged, weights)) from error
-        step = "correct config.json, or the weights, until both are of one model"
+        step = "correct config.json or the weights until both match one model"
         raise LoaderRefuses(f"{cls.__name__}: {in_words(error)}; {step}") from error
     return model, info
 
@@ -563,7 +568,7 @@ def _ensure_generation(model: Any, root: Path, transformers: Any) -> None:
 
 def _unmerged(found: re.Match[str], weights: Weights) -> str:
     absent = absent_siblings(weights.tensors)
-    lacks = f"; the file has no {list_names(absent)}" if absent else ""
+    lacks = f"; the file lacks {list_names(absent)}" if absent else ""
     step = "copy the checkpoint again, or save it again from the run"
     return (
         f"the tensors for {found['place']!r} do not fit together: {one_line(found['why'])}{lacks}; "
@@ -581,7 +586,7 @@ def unfound(root: Path, label: str) -> str:
     if _variant(label) is not None or json.loads(own).get("transformers_weights"):
         return ""
     stems = " and ".join(f"{stem}{suffix}" for stem, suffix in _FOUND)
-    return f"it looks for {stems} and their indexes, and passes over {label}; rename it"
+    return f"it looks only for {stems} and their indexes, so it ignores {label}; rename it"
 
 
 _FOUND = (("model", ".safetensors"), ("pytorch_model", ".bin"))
@@ -605,18 +610,18 @@ def _variant(label: str) -> str | None:
 def _beyond(root: Path, given: dict[str, Any], label: str) -> Iterator[str]:
     """Yield in words what a user's own call of ``from_pretrained`` does, and this one does not."""
     if variant := _variant(label):
-        yield f"finding {label}: from_pretrained looks for it with variant={variant!r} alone"
+        yield f"finding {label}: from_pretrained looks for it only with variant={variant!r}"
     asked = given.get("attn_implementation") or given.get("_attn_implementation")
     wants = (
         f"config.json asks for {asked!r}"
         if asked
-        else "from_pretrained chooses 'sdpa' or faster ones"
+        else "from_pretrained chooses 'sdpa' or a faster one"
     )
     yield f"other attention kernels: the model is built with attn_implementation='eager'; {wants}"
     if (root / "adapter_config.json").is_file():
         yield (
-            "adapter_config.json: with PEFT installed, from_pretrained loads the base model that "
-            "it names first"
+            "adapter_config.json: with PEFT installed, from_pretrained first loads the base "
+            "model that it names"
         )
     if given.get("transformers_weights"):
         yield (

@@ -182,24 +182,18 @@ class Accelerators(Serialized, Struct, frozen=True, kw_only=True):
 
 
 _PEERS = (
-    "ckptfix doctor --peer-copies; until the copies are right: dispatch_model(..., "
+    "ckptfix doctor --peer-copies; until the copies are correct: dispatch_model(..., "
     "safe_transfers='always')"
 )
-_HARDWARE = (
-    "run it again; if it fails again, test the memory, the disk and the devices of this machine"
-)
+_HARDWARE = "run it again; if it fails again, test the memory, disk and devices of this machine"
 _ADVICE = {
-    Subject.FILE_BYTES: "copy the file again from where it came, or load an older checkpoint",
+    Subject.FILE_BYTES: "copy the file again from its source, or load an older checkpoint",
     Subject.LOADING: (
-        "mend what from_pretrained names, or give --model a factory that builds the model"
+        "fix what from_pretrained reports, or pass --model a factory that builds the model"
     ),
-    Subject.NAMES: (
-        "give --model, or config.json, the model whose weights these are, in their dtype"
-    ),
-    Subject.DEVICE_MAP: (
-        "give every tensor a device in the map, or leave the map to --device-map auto"
-    ),
-    Subject.TIES: "change the map or config.json as the line says",
+    Subject.NAMES: "make --model or config.json match these weights and their dtype",
+    Subject.DEVICE_MAP: "assign a device to every tensor in the map, or use --device-map auto",
+    Subject.TIES: "change the map or config.json as described in that line",
     Subject.DISK_OFFLOAD: _HARDWARE,
     Subject.PLACEMENT: _HARDWARE,
     Subject.PEER_PROBE: _PEERS,
@@ -265,7 +259,7 @@ class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         """The result in one sentence."""
         if self.status == 0:
             return (
-                "nothing was exercised, and nothing is proven"
+                "nothing was exercised, so nothing is proven"
                 if self.is_empty
                 else "no fault found in what was exercised"
             )
@@ -292,7 +286,9 @@ class ReloadReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
                 )
                 steps.append(proof.advice or in_line or _ADVICE[proof.subject])
         if self.status and not steps:
-            steps.append("run it where the accelerators are, or leave out --require-transfer-proof")
+            steps.append(
+                "run it on a machine with the accelerators, or omit --require-transfer-proof"
+            )
         return tuple(dict.fromkeys(steps))
 
     def lines(self) -> Iterator[Line]:

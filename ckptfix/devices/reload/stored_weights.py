@@ -190,12 +190,12 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
             one for one in all_state_dicts(folder) if not is_index or one.label == given.name
         )
     if not entries:
-        raise UsageError(f"{given} holds no weights of a model; next: {command('check', given)}")
+        raise UsageError(f"{given} has no model weights; next: {command('check', given)}")
     if any(entry.members and entry.members[0].name.is_of_parts for entry in entries):
         raise UsageError(
-            f"{given}: each file has one rank's parts of tensors, which only torch's own reader "
-            f"loads; next: {command('migrate', folder.root, '', '--to', 'safetensors')} "
-            "NEW_FOLDER"
+            f"{given}: each file has only one rank's parts of the tensors, which only torch's "
+            "own reader can load; next: "
+            f"{command('migrate', folder.root, '', '--to', 'safetensors')} NEW_FOLDER"
         )
     return (
         tuple(_weights(on_disk(folder.root), entry, several=len(entries) > 1) for entry in entries),

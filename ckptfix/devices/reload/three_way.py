@@ -151,7 +151,9 @@ def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
             shown = (
                 f"{name!r} ({type(module).__name__})" if name else f"{type(module).__name__} itself"
             )
-            named.append(f"{shown}, and its input holds NaN, too" if inputs.get(name) else shown)
+            named.append(
+                f"{shown}, whose input already contains NaN" if inputs.get(name) else shown
+            )
 
     handles = []
     try:
@@ -283,8 +285,8 @@ def _hint(built: Built, trial: Trial) -> str:
     # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's
     # next one can lie there.
     return (
-        "; accelerate can give a weight from the disk the values of tied ones: use a map without "
-        "disk"
+        "; accelerate can give a weight offloaded to disk the values of tied ones: use a map "
+        "without disk"
     )
 
 
@@ -323,22 +325,18 @@ def compare_split(
             Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text
         )
         if len(accelerators) > 1:
-            text = "direct copies against staged ones: the model does not run"
+            text = "direct vs. staged copies: the model does not run"
             runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         return runs
     first, noise = staged
     blocked = sorted(hangs & runs.moves.keys())
     if not runs.moves:
-        text = (
-            "direct copies against staged ones: the forward pass copies nothing between "
-            "accelerators"
-        )
+        text = "direct vs. staged copies: the forward pass copies nothing between accelerators"
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     elif blocked:
         named = ", ".join(f"{source} -> {destination}" for source, destination in blocked)
         text = (
-            f"direct runs of the split: copies {named} do not end in the probe, and the split "
-            "needs them"
+            f"direct runs of the split: copies {named} hang in the probe, and the split needs them"
         )
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
@@ -353,7 +351,7 @@ def _nan_of_split(built: Built, once: Callable[[], Outputs], single: Outputs) ->
         return ""
     with safe_transfers("always"):
         where = first_nan(built.model, once)
-    return f"; NaN is first in the output of {where}" if where else ""
+    return f"; NaN first appears in the output of {where}" if where else ""
 
 
 def _staged(
@@ -374,8 +372,8 @@ def _staged(
         if not can_override():
             missed = "; ".join(transfers.not_covered)
             text = (
-                "this torch lets staging reach accelerate's own moves only; direct in both runs: "
-                f"{missed}"
+                "with this torch version, staging covers only accelerate's own copies; "
+                f"direct in both runs: {missed}"
             )
             runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     return found.first, found.worst if found.wrong else None
@@ -397,8 +395,8 @@ def _compare_direct(
             direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
             if not all(answers(device(index)) for index in trial.accelerators):
                 text = (
-                    f"transfer fault: {direct.raised}; staged runs did not, and a device no longer "
-                    "answers"
+                    f"transfer fault: {direct.raised}; staged runs did not, and a device no "
+                    "longer responds"
                 )
                 runs.proofs.add(Subject.SPLIT, Outcome.FAILED, text)
                 return
@@ -417,8 +415,8 @@ def _compare_direct(
         text = f"transfer fault beyond the noise: {_noisy(direct, noise)}"
     else:
         text = (
-            f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged "
-            f"ones ({direct.worst})"
+            f"transfer fault: {direct.wrong} of {many} with direct copies differ from the "
+            f"staged runs ({direct.worst})"
         )
     if noise is None:
         runs.alone_runs = repeats
@@ -429,25 +427,28 @@ def _compare_direct(
 
 def _in_words(suspects: Sequence[Pair]) -> str:
     if not suspects:
-        return "no ordered pair alone shows it"
+        return "no single pair reproduces it alone"
     named = ", ".join(f"{source} -> {destination}" for source, destination in suspects)
-    return f"wrong with this pair alone copying directly: {named}"
+    return f"wrong when only this pair copies directly: {named}"
 
 
 def _noisy(direct: Deviations, noise: Deviation) -> str:
-    return f"staged runs differ among themselves ({noise}), direct ones from them ({direct.worst})"
+    return (
+        f"staged runs differ from each other ({noise}), direct runs from staged ones "
+        f"({direct.worst})"
+    )
 
 
 def _add_no_fault(runs: Runs, direct: Deviations, noise: Deviation | None, repeats: int) -> None:
     if noise is not None:
-        text = f"direct against staged: non-determinism, {_noisy(direct, noise)}"
+        text = f"direct vs. staged copies: non-determinism, {_noisy(direct, noise)}"
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         return
     count = sum(runs.moves.values())
     copies = "1 copy" if count == 1 else f"{count} copies"
     text = (
-        f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between "
-        "accelerators, equal in every bit"
+        f"direct split == staged split: {count_of(repeats, 'run')} with {copies} between "
+        "accelerators each, equal in every bit"
     )
     runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
@@ -462,11 +463,13 @@ def _compare_kernels(
     found = deviation(output, single)
     if not found.is_within:
         where = _nan_of_split(built, once, single) if holds_nan(output) else ""
-        text = f"the split differs from {one} by more than other kernels explain: {found}{where}"
+        text = (
+            f"the split differs from {one} by more than different kernels explain: {found}{where}"
+        )
         runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text)
         return
-    why = "non-determinism" if noise is not None else "a difference of kernels"
-    runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split against {one}, {why}: {found}")
+    why = "non-determinism" if noise is not None else "different kernels"
+    runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split vs. {one}, {why}: {found}")
 
 
 def _compare_repeated(
@@ -489,19 +492,21 @@ def _compare_repeated(
             Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit"
         )
     elif worst.is_within:
-        text = f"split against {one}, {wrong} of {many} differ: {worst}"
+        text = (
+            f"split vs. {one}, {wrong} of {many} {'differs' if wrong == 1 else 'differ'}: {worst}"
+        )
         runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
     else:
         where = _nan_of_split(built, once, single) if found.has_nan else ""
         differ = "differs" if wrong == 1 else "differ"
         text = (
-            f"{wrong} of {many} of the split {differ} from {one} by more than other kernels "
-            f"explain: {worst}{where}"
+            f"{wrong} of {many} of the split {differ} from {one} by more than different "
+            f"kernels explain: {worst}{where}"
         )
         if not is_asked:
             text += (
-                "; use no map with disk for this model, accelerate's offload computes something "
-                "else"
+                "; do not use a map with disk for this model: with accelerate's offload it "
+                "computes other values"
             )
         runs.proofs.add(
             Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text

@@ -69,13 +69,13 @@ def transformers_inputs(model: Any) -> Inputs | str:
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
-        return "the factory returned no inputs; let it return (model, inputs)"
+        return "the factory returned no inputs; make it return (model, inputs)"
     generator = torch.Generator().manual_seed(SEED)
     if name == "input_ids":
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         size = getattr(text, "vocab_size", None)
         if not isinstance(size, int) or size < 2:
-            return "its config says no vocab_size, from which tokens could be made"
+            return "its config has no usable vocab_size to generate tokens from"
         positions = _positions(text)
         ids = _tokens(config, size, positions, generator)
         made = {"input_ids": ids}
@@ -89,8 +89,8 @@ def transformers_inputs(model: Any) -> Inputs | str:
             pixels = torch.randn(1, channels, side, side, generator=generator)
             return Inputs(kwargs={"pixel_values": pixels.to(model.dtype)})
     return (
-        f"it takes {name!r}, for which no inputs are made; give --model a factory that returns "
-        "(model, inputs)"
+        f"it takes {name!r}, for which ckptfix cannot generate inputs; pass --model a factory "
+        "that returns (model, inputs)"
     )
 
 
@@ -207,7 +207,7 @@ def made_inputs(model: Any) -> Inputs | str:
     try:
         return transformers_inputs(model)
     except ANYTHING as error:
-        return f"no inputs could be made from its config: {in_words(error)}"
+        return f"could not generate inputs from its config: {in_words(error)}"
 
 
 def _fitting(model: Any, found: Sequence[Weights]) -> Weights:
@@ -221,16 +221,18 @@ def _fitting(model: Any, found: Sequence[Weights]) -> Weights:
         return fits[0]
     labels = ", ".join(str(weights.root / weights.label) for weights in fits or found)
     word = (
-        f"{len(fits)} models of the checkpoint fit" if fits else "no model of the checkpoint fits"
+        f"{len(fits)} models of the checkpoint match"
+        if fits
+        else "no model of the checkpoint matches"
     )
-    raise UsageError(f"{word} {type(model).__name__}; give the path of one file: {labels}")
+    raise UsageError(f"{word} {type(model).__name__}; pass the path of one file: {labels}")
 
 
 def import_factory(spec: str) -> Factory:
     """Return the factory that ``module:factory`` names. Raises UsageError where there is none."""
     module, _, name = spec.partition(":")
     if not module or not name:
-        raise UsageError(f"--model {spec!r}: write module:factory, as in mypkg.models:build")
+        raise UsageError(f"--model {spec!r}: expected module:factory, such as mypkg.models:build")
     try:
         with current_folder_on_path():
             value: Any = importlib.import_module(module)

@@ -73,7 +73,7 @@ def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
     proofs = Proofs()
     if probe is None:
         text = (
-            "copies between accelerators: this machine has one"
+            "copies between accelerators: this machine has only one"
             if machine.count
             else "any device transfer: this machine has no accelerator"
         )
@@ -89,12 +89,13 @@ def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
         proofs.add(Subject.PEER_PROBE, Outcome.FAILED, f"P2P copies in the probe: {named}; {_NEXT}")
     if unsure:
         named = ", ".join(f"{source} -> {destination}" for source, destination in unsure)
-        text = f"P2P copies {named}: the probe could not decide; {_NEXT} --budget 120"
+        text = f"P2P copies {named}: the probe was inconclusive; {_NEXT} --budget 120"
         proofs.add(Subject.PEER_PROBE, Outcome.NOT_EXERCISED, text)
     if not broken and not unsure:
         many = count_of(len(probe.pairs), "ordered pair")
         text = (
-            f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
+            f"P2P copies: all data that the probe sent over {many} arrived bit for bit (seed "
+            f"{probe.seed})"
         )
         proofs.add(Subject.PEER_PROBE, Outcome.PROVEN, text)
     return proofs
@@ -105,9 +106,9 @@ def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
     for none.
     """
     if runs:
-        text = f"backward passes, other inputs, and time beyond {count_of(runs, 'run')}"
+        text = f"backward passes, other inputs, and more than {count_of(runs, 'run')}"
     elif probe is not None:
-        text = f"time beyond the {probe.seconds:.0f} s of the probe"
+        text = f"anything after the {probe.seconds:.0f} s of the probe"
     else:
         return []
     return [Proof(subject=Subject.BEYOND, outcome=Outcome.NOT_EXERCISED, text=text)]
@@ -167,12 +168,14 @@ def verify_reload(
     Raises UsageError for wrong arguments, OperationError and OSError when it cannot finish.
     """
     if repeats < 1:
-        raise UsageError(f"repeats={repeats}: at least 1 run is needed")
+        raise UsageError(f"repeats={repeats}: expected at least 1")
     given = read_device_map(device_map)
     named = given.value if isinstance(given, Spread) else _map_name(device_map)
     request = MapRequest(given=given, source=named, limits=read_max_memory(max_memory))
     if request.limits is not None and not isinstance(given, Spread):
-        raise UsageError(f"max_memory limits a map that is made; {named} is one already")
+        raise UsageError(
+            f"max_memory limits a map that accelerate infers, but {named} is already a map"
+        )
     weights, folder = find_weights(path)
     machine = find_accelerators()
     found = _Collected()
@@ -184,14 +187,15 @@ def verify_reload(
         if built is None and len(readable) > 1 and not isinstance(given, Spread):
             labels = list_names(one.label for one in readable)
             raise UsageError(
-                f"{named} maps one model, here are {len(readable)}; give the path of one: {labels}"
+                f"{named} maps one model, but there are {len(readable)}; pass the path of "
+                f"one: {labels}"
             )
         probe = _probe(machine)
         read = progress or (lambda count: None)
         if built is None:
             _without_model(readable, request, machine, found, read)
             if machine.count > 1:
-                text = "direct copies against staged ones: no model is run"
+                text = "direct vs. staged copies: no model was run"
                 found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
             proof, what = (
@@ -202,7 +206,7 @@ def verify_reload(
         found.proofs += [*judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
             raise ChangedError(
-                f"{folder.root / changed[0]} changed while it was verified; verify it again"
+                f"{folder.root / changed[0]} changed during verification; verify it again"
             )
     used = readable if not what or built is None else [built.weights]
     return ReloadReport(
@@ -245,12 +249,12 @@ def _readable(
             found.proofs.add(
                 Subject.FILE_BYTES,
                 Outcome.NOT_EXERCISED,
-                f"{other.label}: give its path to verify it, too",
+                f"{other.label}: pass its path to verify it too",
             )
     for name, kind in folder.subfolders.items():
         if kind != PLAIN_FOLDER and folder.only is None:
             found.proofs.add(
-                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into"
+                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not verified"
             )
     return whole
 
@@ -277,9 +281,9 @@ def _built(
             found.proofs.add(
                 Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}"
             )
-            why = "from_pretrained builds no model"
+            why = "from_pretrained cannot build the model"
         next_step = f"; next: {command('verify', path)} --model module:factory"
-        found.proofs.add(Subject.NAMES, Outcome.NOT_EXERCISED, f"names: {why}")
+        found.proofs.add(Subject.NAMES, Outcome.NOT_EXERCISED, f"keys: {why}")
         found.proofs.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
         return None
 
@@ -299,7 +303,7 @@ def _without_model(
             placed = plan.devices.__getitem__ if plan.is_sound else None
             prove_files(one, placed, files, progress, accelerators=machine.count)
         if not plan.is_sound and machine.count:
-            text = "file -> device -> host: the map is refused"
+            text = "file -> device -> host: the map is not usable"
             found.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     found.proofs += files.proofs()
 
@@ -333,4 +337,8 @@ def _place_in_table(proof: Proof) -> tuple[bool, int]:
 
 
 def _map_name(device_map: object) -> str:
-    return os.fspath(device_map) if isinstance(device_map, str | os.PathLike) else "the given map"
+    return (
+        os.fspath(device_map)
+        if isinstance(device_map, str | os.PathLike)
+        else "the map passed as device_map"
+    )

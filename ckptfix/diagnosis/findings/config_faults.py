@@ -22,8 +22,8 @@ class LostAdapter(IncompleteCheckpoint, frozen=True):
     def advice(self) -> str:
         """Advice to complete the adapter, or to remove its config."""
         return (
-            "from_pretrained of the model looks for it, too, and fails: copy it again, or move "
-            f"{ADAPTER} out of the folder if the model is merged with that adapter"
+            "from_pretrained of the model also loads this adapter, so it fails; copy the file "
+            f"again, or move {ADAPTER} out of the folder if the adapter was merged into the model"
         )
 
 
@@ -38,8 +38,9 @@ class UntiedWeights(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "`config.json` ties two weights, such as the head and the embedding, and the file has both "
-        "with other values: versions of transformers differ in what they make of them"
+        "`config.json` ties two weights, such as the head and the embedding, but the file has "
+        "different values for them; whether a load keeps both depends on the version of "
+        "transformers"
     )
 
     key: str
@@ -50,7 +51,7 @@ class UntiedWeights(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.key!r} and {self.source!r} differ, and {self.flag} ties them; "
+            f"{self.path}: {self.key!r} and {self.source!r} differ, but {self.flag} ties them; "
             f"{self.model} of transformers {self.version} loads both, transformers 4.57 "
             f"overwrites {self.key!r}"
         )
@@ -59,9 +60,9 @@ class UntiedWeights(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice for each of the two that may be right."""
         return (
-            f"if {self.key!r} was trained on its own: set {self.flag} to false in config.json\nif "
-            f"it is left over: load the model, assign {self.source!r} to {self.key!r}, and call "
-            "save_pretrained"
+            f"if {self.key!r} was trained separately, set {self.flag} to false in config.json\n"
+            f"if it is a leftover, load the model, assign {self.source!r} to {self.key!r}, and "
+            "call save_pretrained"
         )
 
 
@@ -77,8 +78,8 @@ class MissingHead(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a language model has no weights of its head, and its config does not tie the head to the "
-        "embedding: `from_pretrained` of transformers leaves the head random"
+        "a language model has no weights for its head, and its config does not tie the head to the "
+        "embedding; `from_pretrained` of transformers leaves the head random"
     )
 
     key: str
@@ -87,7 +88,7 @@ class MissingHead(Finding, frozen=True, kw_only=True):
     version: str
 
     def __str__(self) -> str:
-        why = f"{self.flag} is false" if self.flag else "nothing ties it"
+        why = f"{self.flag} is false" if self.flag else "nothing ties it to another weight"
         return (
             f"{self.path}: {self.key!r} is missing, and {why}; {self.model} of transformers "
             f"{self.version} leaves the head random"
@@ -106,8 +107,8 @@ class MissingHead(Finding, frozen=True, kw_only=True):
         if not self.flag:
             return "copy the weights again from where they came"
         return (
-            f"if the head was tied in the training: set {self.flag} to true in config.json; else "
-            "copy the weights again from where they came"
+            f"if the head was tied during training, set {self.flag} to true in config.json; "
+            "otherwise copy the weights again from where they came"
         )
 
 
@@ -135,8 +136,8 @@ class HeadOfAnother(MissingHead, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.head!r} is the head of another class than {self.model}, which "
-            "config.json names as its architecture"
+            f"{self.path}: config.json names the architecture {self.model}, but {self.head!r} is "
+            "the head of a different class"
         )
 
     @property
@@ -145,8 +146,8 @@ class HeadOfAnother(MissingHead, frozen=True, kw_only=True):
         is_of_answers = self.head.startswith("qa_outputs")
         trained = "QuestionAnswering" if is_of_answers else "SequenceClassification"
         return (
-            f"the class that was trained loads it, such as AutoModelFor{trained}; "
-            f"{self.model} leaves {self.key!r} random; to name the right class, write "
+            f"load it with the class that was trained, such as AutoModelFor{trained}; "
+            f"{self.model} leaves {self.key!r} random\nto record the right class, set "
             "architectures in config.json, or save with model.save_pretrained"
         )
 
@@ -163,14 +164,14 @@ class HeadOfBase(MissingHead, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: the keys are those of a base model, which AutoModel of transformers loads; "
-            f"{self.model}, which config.json names, leaves {self.key!r} random"
+            f"{self.path}: the keys are those of a base model; AutoModel of transformers loads "
+            f"them, but {self.model}, the architecture in config.json, leaves {self.key!r} random"
         )
 
     @property
     def advice(self) -> str:
         """Advice for a head that is needed."""
-        return "if the model needs its head: copy the weights again from where they came"
+        return "if you need the head, copy the weights again from where they came"
 
 
 class QuantizationMismatch(Finding, frozen=True, kw_only=True):
@@ -186,9 +187,9 @@ class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` names a method of quantization, and no tensor is in its format, or a weight "
-        "lacks a part of it, or tensors are, and the config names none: `from_pretrained` of "
-        "transformers fails, or takes numbers for weights that are none"
+        "`config.json` names a quantization method, but no tensor has its format or some weights "
+        "are incomplete; or tensors are quantized, but the config does not say so. "
+        "`from_pretrained` of transformers fails or loads wrong weights"
     )
 
     method: str
@@ -199,12 +200,13 @@ class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.tensors:
             tensors = count_of(self.tensors, "tensor")
+            are = "is" if self.tensors == 1 else "are"
             return (
-                f"{self.path}: {tensors} in the format of {self.method} (such as {self.key!r}), "
-                f"and config.json has no quantization_config; {self.effect}"
+                f"{self.path}: {tensors} {are} in the format of {self.method} (such as "
+                f"{self.key!r}), but config.json has no quantization_config; {self.effect}"
             )
         return (
-            f"{self.path}: config.json says {self.method}, and no tensor is in this format "
+            f"{self.path}: config.json specifies {self.method}, but no tensor is in this format "
             f"(expected keys like {self.key!r}); {self.effect}"
         )
 
@@ -220,12 +222,12 @@ class QuantizationMismatch(Finding, frozen=True, kw_only=True):
         """Advice to bring config and weights of one save together."""
         if self.tensors:
             return (
-                "copy config.json from the save that quantized the weights, with its "
-                "quantization_config"
+                "copy config.json, with its quantization_config, from the save that quantized the "
+                "weights"
             )
         return (
-            "if the weights are not quantized: delete quantization_config from config.json; else "
-            "copy them again"
+            "if the weights are not quantized, delete quantization_config from config.json; "
+            "otherwise copy the weights again"
         )
 
 
@@ -250,16 +252,17 @@ class IncompleteQuantization(QuantizationMismatch, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {count_of(self.tensors, 'weight')} without a part of the format of "
-            f"{self.method} (expected keys like {self.key!r}); {self.effect}"
+            f"{self.path}: {count_of(self.tensors, 'weight')} in the format of {self.method} "
+            f"{'is' if self.tensors == 1 else 'are'} incomplete (first missing key: "
+            f"{self.key!r}); {self.effect}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to get the lost tensors again."""
         return (
-            "copy the weights again from where they came, or quantize the model again and save it "
-            "as a whole"
+            "copy the weights again from where they came, or quantize the model again and save all "
+            "of it"
         )
 
 
@@ -273,8 +276,8 @@ class UnnamedMethod(Finding, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: quantization_config has no quant_method, and from_pretrained of "
-            "transformers fails on it"
+            f"{self.path}: quantization_config has no quant_method, so from_pretrained of "
+            "transformers fails"
         )
 
     @property
@@ -286,6 +289,6 @@ class UnnamedMethod(Finding, frozen=True):
     def advice(self) -> str:
         """Advice to complete or to delete it."""
         return (
-            "copy config.json again from where it came; if the weights are not quantized: delete "
-            "quantization_config"
+            "copy config.json again from where it came, or delete quantization_config if the "
+            "weights are not quantized"
         )

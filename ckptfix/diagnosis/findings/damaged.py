@@ -67,8 +67,8 @@ class TrailingBytes(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--allow trailing-bytes"
     meaning = (
-        "the file goes on after the end of its own content; safetensors refuses such a file, torch "
-        "beyond 64 KiB"
+        "the file has extra bytes after the end of its content; safetensors refuses such a file, "
+        "torch refuses more than 64 KiB of them"
     )
 
     end: int
@@ -87,7 +87,10 @@ class TrailingBytes(Finding, frozen=True, kw_only=True):
         return Resume.FAILS if is_refused and is_needed else Resume.SUCCEEDS
 
     def __str__(self) -> str:
-        return f"{self.path}: the content ends at byte {self.end}, {self.extra} more bytes follow"
+        return (
+            f"{self.path}: {count_of(self.extra, 'extra byte')} after the end of the content (byte "
+            f"{self.end})"
+        )
 
 
 class NotATensorFile(Finding, frozen=True, kw_only=True):
@@ -115,18 +118,21 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice for the actual kind of content."""
         if self.content == FOLDER:
-            return f"loaders want a file of this name: copy {self.path} again from where it came"
+            return f"loaders expect a file of this name; copy {self.path} again from where it came"
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
             return (
-                "copy the file again from where it came; if another file has its bytes, give the two "
-                "each other's name; if only the suffix is wrong, rename it"
+                "copy the file again from where it came; if two files were exchanged, swap their "
+                "names; if only the suffix is wrong, rename the file"
             )
         if self.content in _READERS:
             suffix, reader = _READERS[self.content]
             name = self.path.with_suffix(suffix)
-            return f"no checkpoint loader reads it: rename it to {name}, and read it with {reader}"
+            return (
+                f"no checkpoint loader reads this format; rename the file to {name}, and read it "
+                f"with {reader}"
+            )
         return "copy the file again from where it came"
 
 
@@ -137,8 +143,8 @@ class MalformedFile(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index "
-        "or archive; or torch lacks a dtype in it"
+        "the file contradicts itself (overlapping ranges, duplicate keys, a broken header, index "
+        "or archive), or contains a dtype that torch lacks"
     )
 
     detail: str
@@ -164,21 +170,21 @@ class UncheckedFile(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "no library writes a file so large, so deeply nested, encrypted or packed: nothing in it "
-        "was checked"
+        "the file was not checked: no library writes files this large, this deeply nested, "
+        "encrypted or packed"
     )
 
     detail: str
 
     def __str__(self) -> str:
-        return f"{self.path}: nothing in it was checked: {self.detail}"
+        return f"{self.path} was not checked: {self.detail}"
 
     @property
     def advice(self) -> str:
         """Advice to distrust the file: such files are made to stall or deceive readers."""
         return (
-            "load it only if you trust where it came from; torch.save writes what torch.load reads "
-            "of it anew"
+            "load it only if you trust its source; if torch.load reads it, save it again with "
+            "torch.save"
         )
 
 
@@ -191,27 +197,30 @@ class CompressedRecord(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a record of a torch zip file is compressed, which torch.save never does; "
-        "`torch.load(mmap=True)` takes its packed bytes for numbers"
+        "a record in a torch zip file is compressed, which torch.save never does; "
+        "`torch.load(mmap=True)` reads the compressed bytes as numbers"
     )
 
     records: tuple[str, ...]
     storages: int
 
     def __str__(self) -> str:
+        are, them = ("is", "it") if len(self.records) == 1 else ("are", "them")
         what = (
-            f"{self.path}: {count_of(len(self.records), 'record')} compressed: "
-            f"{list_names(self.records)}"
+            f"{self.path}: {count_of(len(self.records), 'record')} {are} compressed "
+            f"({list_names(self.records)})"
         )
         if self.storages:
-            return f"{what}; torch.load(mmap=True) reads packed bytes as numbers, without an error"
-        return f"{what}; torch.load unpacks it, and nothing can be renamed in it"
+            return (
+                f"{what}; torch.load(mmap=True) reads compressed bytes as numbers, without an error"
+            )
+        return f"{what}; torch.load decompresses {them}, but keys in the file cannot be renamed"
 
     @property
     def advice(self) -> str:
         """Advice to load the file without mmap, which gives the right values."""
         return (
-            "load it without mmap and write it anew: torch.save(torch.load(FILE, "
+            "load it without mmap and save it again: torch.save(torch.load(FILE, "
             "weights_only=True), NEW_FILE)"
         )
 
@@ -224,7 +233,7 @@ class CrcMismatch(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "the CRC of a record in a torch zip file does not match its bytes; torch.load never "
-        "compares it"
+        "checks it"
     )
 
     record: str
@@ -237,9 +246,7 @@ class CrcMismatch(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
-        return (
-            f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
-        )
+        return f"{self.path}: record {self.record!r}{used} does not match its CRC"
 
     @property
     def advice(self) -> str:
@@ -259,7 +266,7 @@ class NoFormatMetadata(Finding, frozen=True):
     )
 
     def __str__(self) -> str:
-        return f'{self.path}: the header has no "format", which transformers asks for'
+        return f'{self.path}: the header has no "format", which transformers requires'
 
 
 class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
@@ -274,8 +281,8 @@ class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f'{self.path}: the header has the "format" {self.format!r:.40} (expected "pt"): '
-            "load_checkpoint_in_model refuses the file, and so may transformers before 5"
+            f'{self.path}: the "format" in the header is {self.format!r:.40} (expected "pt"); '
+            "load_checkpoint_in_model refuses the file, and transformers before 5 may refuse it"
         )
 
     @property
@@ -284,8 +291,8 @@ class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
         keys and layouts.
         """
         return (
-            "weights of another framework have other keys and layouts: convert them; if they are "
-            "torch's, write the file again with safetensors.torch.save_file(tensors, FILE, "
+            "convert weights of another framework: their keys and layouts differ; if the weights "
+            "are from torch, write the file again with safetensors.torch.save_file(tensors, FILE, "
             "metadata={'format': 'pt'})"
         )
 
@@ -297,7 +304,8 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "a repair or an undo was killed half way; the next one rolls it back, or in a store ends it"
+        "a repair or an undo was killed halfway; the next one rolls it back, or in a store "
+        "finishes it"
     )
 
     transaction: int
@@ -312,19 +320,18 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         what = (
-            "some objects may be old and some new" if self.in_store else "files may be half changed"
+            "some objects may be old and some new"
+            if self.in_store
+            else "files may be partly changed"
         )
         whose = ""
         if self.elsewhere:
             whose = (
-                " of the store from which the folder was downloaded"
+                " (in the store that the folder was downloaded from)"
                 if self.in_store
-                else " of the folder that was uploaded"
+                else " (in the folder before its upload)"
             )
-        return (
-            f"{self.path} holds transaction {self.transaction}{whose}, which was interrupted; "
-            f"{what}"
-        )
+        return f"{self.path}: transaction {self.transaction}{whose} was interrupted; {what}"
 
     @property
     def advice(self) -> str:
@@ -334,22 +341,19 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
         if self.elsewhere:
             # No "DIR": the command is for another place.
             return (
-                "in that store, ckptfix undo URL, then download the checkpoint again; or, if it is "
-                "complete there: rm -r DIR/.ckptfix/*.objects"
+                "in that store, run ckptfix undo URL, then download the checkpoint again; if the "
+                "checkpoint in the store is complete, only run: rm -r DIR/.ckptfix/*.objects"
                 if self.in_store
-                else "download the checkpoint, run ckptfix undo there, and upload it again"
+                else "download the checkpoint, run ckptfix undo on the copy, and upload it again"
             )
         if self.in_store:
             return (
-                "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which then restores every "
-                "byte)"
+                "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which finishes it and then "
+                "restores every byte)"
             )
         if len(self.path.parts) > 1:
-            return (
-                f"to take {self.path.parent} back to what it was: ckptfix undo "
-                f"DIR/{self.path.parent}"
-            )
-        return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"
+            return f"to roll back {self.path.parent}: ckptfix undo DIR/{self.path.parent}"
+        return "to roll back the folder: ckptfix repair DIR (or ckptfix undo DIR)"
 
 
 class UnsafePickle(Finding, frozen=True, kw_only=True):
@@ -402,7 +406,7 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
             outcome = "restores no random states" if is_passed else "refuses the file"
             return (
                 f"{self.path} holds {noun}: {series([*arrays[:3], *more])}; "
-                f"{loader} loads uint32 alone, and {outcome}"
+                f"{loader} accepts only uint32 arrays, and {outcome}"
             )
         needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
         needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
@@ -423,8 +427,8 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
         # No list of classes helps.
         how = "pickle.load" if self.plain else "torch.load(weights_only=False)"
         return (
-            f"if you trust the file: read it with {how} and save it again with torch.save, without "
-            "what it needs"
+            f"if you trust the file: load it with {how} and save it again with torch.save, without "
+            "the objects that torch.load refuses"
         )
 
 
@@ -438,10 +442,7 @@ class ScriptPickle(UnloadablePickle, frozen=True):
     @property
     def advice(self) -> str:
         """Advice to read it as it was written."""
-        return (
-            "nothing to do if the script reads it with pickle.load, as files of pickle.dump are "
-            "read"
-        )
+        return "nothing to do if the script reads it with pickle.load"
 
 
 class TrainerPickle(Finding, frozen=True, kw_only=True):
@@ -451,7 +452,7 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a pickle with classes of transformers' Trainer, which the Trainer loads; plain "
+        "a pickle with classes of transformers' Trainer; the Trainer loads it, a plain "
         "`torch.load` refuses it"
     )
 
@@ -459,11 +460,11 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} needs {', '.join(self.globals[:3])}: plain torch.load refuses it, the "
-            "Trainer does not"
+            f"{self.path} needs {', '.join(self.globals[:3])}; the Trainer loads it, a plain "
+            "torch.load refuses it"
         )
 
     @property
     def advice(self) -> str:
         """Advice to do nothing: the file is as it should be."""
-        return "nothing to do; load such files only from where you trust them"
+        return "nothing to do; load such files only from sources that you trust"

@@ -39,7 +39,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         return (
             f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
             f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}), as "
-            "after a second prepare() of this model"
+            "if this model had been passed to prepare() twice"
         )
 
     @property
@@ -51,7 +51,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
             "why: a script that prepares the model once would load the wrong file into its later "
             "models"
             if self.shifts
-            else "not urgent: a script that prepares the model once loads this folder, too"
+            else "not urgent: a script that prepares the model once can load this folder, too"
         )
         return (
             f"{need}\nbefore you resume: prepare the model once, or start the script with: ckptfix "
@@ -62,7 +62,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
 
 WRONG_IF = (
     "do not repair if the script prepares an equal model on purpose (a loss wrapper, or an EMA or "
-    "target network that has only copied it so far)"
+    "target network that is still an exact copy)"
 )
 """The case in which the default repair deletes what the script needs: it leaves the bytes of a
 second ``prepare``.
@@ -92,18 +92,19 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     """The first reason why the entry is not certainly the trace of a second ``prepare``."""
 
     def __str__(self) -> str:
-        how = "every sampled byte" if self.sampled else "every byte"
+        compared = "sampled bytes" if self.sampled else "bytes"
         size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
-        own, other = self.chains
-        but = (
-            "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        own, original = (f"'{dotted(chain)}'" if chain else "none" for chain in self.chains)
+        but = "" if own == original else f", except for the wrapper ({own} and {original}),"
+        return (
+            f"{self.path} has the same keys as {self.original}{but} and the same {compared} "
+            f"({size})"
         )
-        return f"{self.path} equals {self.original} in keys{but} and in {how} ({size})"
 
     @property
     def advice(self) -> str:
         """Advice to give the number of models, which only the user knows."""
-        because = f"not deleted by itself, as {self.doubt}; " if self.doubt else ""
+        because = f"not deleted automatically, because {self.doubt}; " if self.doubt else ""
         return (
             f"{because}if the script has fewer models, say how many: ckptfix repair DIR --models N "
             "(ignore this for an EMA copy, a target network, or modules that share their weights)"
@@ -126,8 +127,8 @@ class ShiftedEntries(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} belongs at {self.belongs}: duplicates before it raised its number by "
-            f"{self.positions}"
+            f"{self.path} should be named {self.belongs}: duplicates before it raised its number "
+            f"by {self.positions}"
         )
 
 
@@ -138,9 +139,9 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "every key begins with a wrapper more than once (`module.module.`), and nothing shows that "
-        "a single process saved it: the model was wrapped twice. In a `save_state` folder of one "
-        "process it is `wrapper-prefix`, a note"
+        "every key begins with the same wrapper more than once (`module.module.`), and nothing "
+        "shows that a single process saved it: the model was wrapped twice. For a `save_state` "
+        "folder of one process, the code is `wrapper-prefix` (a note)"
     )
 
     scope: str
@@ -163,11 +164,11 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
-        correct = f"'{dotted(self.target)}'" if self.target else "none"
-        because = f" ({self.evidence})" if self.evidence else ""
+        correct = f"'{dotted(self.target)}'" if self.target else "no wrapper"
+        because = f"; {self.evidence}" if self.evidence else ""
         return (
-            f"{self.path}: every key{where} begins with '{dotted(self.chain)}', a correct run "
-            f"writes {correct}{because}"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}' (expected "
+            f"{correct}{because})"
         )
 
     @property
@@ -176,14 +177,15 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
         once = "wrap the model once, or start the script with: ckptfix run SCRIPT"
         if not self.assumed:
             return (
-                "the model was wrapped twice; after a repair the unchanged script misses these "
-                f"keys; first {once}"
+                "the model was wrapped twice; after a repair, the unchanged script no longer "
+                f"finds its keys\nbefore you resume: {once}"
             )
         return (
-            "assumed: the script wrapped the model in DistributedDataParallel twice. If a module "
-            "of the model is itself called 'module', these keys are right: do not repair them. A "
-            f"repaired checkpoint fits {fitting(self.target)}; first {once}; for a bare model: "
-            "ckptfix repair DIR --keys bare"
+            "this assumes that the script wrapped the model in DistributedDataParallel twice. If a "
+            "module of the model is itself called 'module', the keys are correct: do not repair "
+            f"them\nbefore you resume: {once}\n"
+            f"the repaired checkpoint fits {fitting(self.target)}; for a bare model: ckptfix "
+            "repair DIR --keys bare"
         )
 
 
@@ -201,7 +203,7 @@ class UndecidedPrefix(NestedPrefix, frozen=True):
         where = f" in {self.scope}" if self.scope else ""
         return (
             f"{self.path}: every key{where} begins with '{dotted(self.chain)}' ({self.evidence}): "
-            "the script wrapped the model twice, or a module of the model is itself called "
+            "either the script wrapped the model twice, or a module of the model is itself called "
             "'module'"
         )
 
@@ -211,7 +213,7 @@ class UndecidedPrefix(NestedPrefix, frozen=True):
         models.
         """
         return (
-            "right for the script that wrote it, which would not find its keys after a rename; "
+            "nothing to do for the script that saved these keys: it would not find renamed keys; "
             f"for a bare model: ckptfix repair DIR --keys bare; for {fitting(self.target)}: "
             "ckptfix repair DIR --allow nested-prefix"
         )
@@ -227,8 +229,8 @@ class OwnModules(UndecidedPrefix, frozen=True):
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         return (
-            f"{self.path}: every key{where} begins with '{dotted(self.chain)}': FSDP adds none of "
-            "them, so that modules of the script are called 'module'"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}'; FSDP does not add "
+            "such a prefix, so modules of the script are called 'module'"
         )
 
 
@@ -241,8 +243,8 @@ class WrapperPrefix(Finding, frozen=True, kw_only=True):
     option = "--keys bare"
     meaning = (
         "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same "
-        "way loads it. A warning for a model of diffusers, whose `from_pretrained` finds no "
-        "such key"
+        "way can load it. A warning for a diffusers model: its `from_pretrained` does not find "
+        "such keys"
     )
 
     scope: str
@@ -261,7 +263,7 @@ class WrapperPrefix(Finding, frozen=True, kw_only=True):
             )
         return (
             f"{self.path}: every key{where} begins with '{dotted(self.chain)}'; "
-            "this loads only into a model wrapped the same way"
+            "only a model wrapped the same way can load it"
         )
 
     @property
@@ -271,13 +273,13 @@ class WrapperPrefix(Finding, frozen=True, kw_only=True):
         """
         if self.is_pretrained:
             return (
-                "from_pretrained does not find these keys, and leaves their weights random or "
-                "fails: ckptfix repair DIR --keys bare. If the model has modules of these names "
-                "itself, ignore this"
+                "from_pretrained does not find these keys: it leaves their weights random or "
+                "fails\nto remove the wrapper: ckptfix repair DIR --keys bare; ignore this if "
+                "modules of the model itself have these names"
             )
         return (
-            "right for a script that wraps its model the same way; for a bare model: ckptfix "
-            "repair DIR --keys bare"
+            "nothing to do for a script that wraps its model the same way; for a bare model: "
+            "ckptfix repair DIR --keys bare"
         )
 
 
@@ -296,8 +298,8 @@ class RelatedModels(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an entry has the keys of another behind a wrapper, and other values: an EMA or another "
-        "model in a wrapper, or files of two saves"
+        "two entries have the same keys, one of them behind a wrapper, but different values: an "
+        "EMA or another wrapped model, or files of two saves"
     )
 
     original: PurePosixPath
@@ -306,13 +308,13 @@ class RelatedModels(Finding, frozen=True, kw_only=True):
     damaged: tuple[PurePosixPath, ...] = ()
 
     def __str__(self) -> str:
-        what = f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}'"
+        what = f"{self.path} has the keys of {self.original} prefixed with '{dotted(self.chain)}'"
         if len(self.damaged) == 1:
             intact = self.original if self.damaged[0] == self.path else self.path
             return f"{what}; {self.damaged[0]} is damaged, {intact} is not"
         if self.damaged:
             return f"{what}; both are damaged"
-        return f"{what}, with {_differing(self.tensor)}"
+        return f"{what}, but {_differing(self.tensor)}"
 
     @property
     def advice(self) -> str:
@@ -326,15 +328,15 @@ class RelatedModels(Finding, frozen=True, kw_only=True):
             is_numbered = name is not None and name.role is Role.MODEL and name.is_numbered
             recovered = f"/{model_file('.safetensors', name.index)}" if name and is_numbered else ""
             return (
-                f"{intact} is complete: if both are one model that was prepared twice, nothing is "
+                f"{intact} is intact: if both are the same model, prepared twice, nothing is "
                 f"lost; to compare them, salvage first, then: ckptfix diff DIR/{intact} "
                 f"NEW_FOLDER{recovered}"
             )
         if self.damaged:
-            return "whether they are the same model shows in what salvage recovers of both"
+            return "to see whether they are the same model, compare what salvage recovers of each"
         return (
-            "right for an EMA or another model in a wrapper; if the script has neither, compare: "
-            f"{self._diff}"
+            "nothing to do for an EMA or another wrapped model; if the script has neither, compare "
+            f"them: {self._diff}"
         )
 
     @property
@@ -356,12 +358,14 @@ class NearlyEqualModels(RelatedModels, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         how = "in every sampled byte" if self.sampled else "in every byte"
+        first = f"differs: {self.tensor!r}"
+        if self.differing > 1:
+            first = f"differ, first {self.tensor!r}"
+        equal = self.tensors - self.differing
         return (
-            f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}': "
-            f"{count_of(self.tensors - self.differing, 'tensor')} of {self.tensors} "
-            f"{'equals' if self.tensors - self.differing == 1 else 'equal'} {how}, "
-            f"{self.differing} {'differs' if self.differing == 1 else 'differ'}, first "
-            f"{self.tensor!r}"
+            f"{self.path} has the keys of {self.original} prefixed with '{dotted(self.chain)}': "
+            f"{self.differing} of {count_of(self.tensors, 'tensor')} {first}; "
+            f"{'the other is' if equal == 1 else 'all others are'} equal {how}"
         )
 
     @property
@@ -370,8 +374,8 @@ class NearlyEqualModels(RelatedModels, frozen=True, kw_only=True):
         little was trained.
         """
         return (
-            "right for a copy of a model that is mostly frozen; after a second prepare() of one "
-            "model, bytes of one file have changed: load another checkpoint, or compare: "
+            "nothing to do if this is a copy of a mostly frozen model; if one model was prepared "
+            "twice, bytes of one file have changed: load another checkpoint, or compare: "
             f"{self._diff}"
         )
 
@@ -385,8 +389,8 @@ class ConflictingModels(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "an entry has the keys of another behind a wrapper, and other values; the manifest proves "
-        "that they belong to two saves"
+        "two entries have the same keys, one of them behind a wrapper, but different values; the "
+        "manifest proves that they belong to two saves"
     )
 
     original: PurePosixPath
@@ -401,15 +405,15 @@ class ConflictingModels(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}', with "
-            f"{_differing(self.tensor)}: files of two saves are mixed, as {self.proof}"
+            f"{self.path} has the keys of {self.original} prefixed with '{dotted(self.chain)}', "
+            f"but {_differing(self.tensor)}; files of two saves are mixed: {self.proof}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to compare: dropping either model would lose data."""
         return (
-            "nothing is merged; compare the two, and keep what is right: ckptfix diff "
+            "no repair merges them; compare both, and keep the right one: ckptfix diff "
             f"DIR/{self.original} DIR/{self.path}"
         )
 
@@ -422,9 +426,9 @@ def _few(parts: Iterable[str], most: int = 8) -> str:
 
 def _differing(tensor: str | None) -> str:
     return (
-        f"other values, first in {tensor!r}"
+        f"different values (first: {tensor!r})"
         if tensor is not None
-        else "another structure around its tensors"
+        else "a different structure around the tensors"
     )
 
 
@@ -440,7 +444,7 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "two optimizers, schedulers or custom objects in equal state: registered twice, or "
+        "two optimizers, schedulers or custom objects have equal states: registered twice, or "
         "intentionally equal"
     )
 
@@ -450,8 +454,8 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
     is_of_own_optimizer: bool = False
 
     def __str__(self) -> str:
-        how = "in every sampled byte" if self.sampled else "in every byte"
-        return f"{self.path} holds the same state as {self.original} {how}"
+        how = "sampled bytes equal" if self.sampled else "all bytes equal"
+        return f"{self.path} holds the same state as {self.original} ({how})"
 
     @property
     def advice(self) -> str:
@@ -461,7 +465,7 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
         if self.is_of_own_optimizer:
             # Equal schedules of two optimizers have equal states in every healthy run: they show no
             # second prepare(), and a repair would delete a file that load_state looks for.
-            return "nothing to do if the script has both, as two optimizers with the same schedule"
+            return "nothing to do if the script has two optimizers with the same schedule"
         return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
 
 
@@ -505,8 +509,8 @@ class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "a trained optimizer is saved twice, or more states than the models that remain; "
-        "`load_state` goes by position and can give a model the state of another"
+        "a trained optimizer was saved twice, or more states were saved than models remain; "
+        "`load_state` matches by position and can load the state of one model into another"
     )
 
     loads: tuple[PurePosixPath, ...]
@@ -519,12 +523,12 @@ class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
         """Return which file stock ``load_state`` loads for which model."""
         noun = self.role.value.removesuffix("s")
         loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
-        return f"load_state goes by position and takes {loads}"
+        return f"load_state matches by position and takes {loads}"
 
     def __str__(self) -> str:
         return (
-            f"{self.path} holds the same state as {self.original}, as after a second prepare(); "
-            f"{self.order}"
+            f"{self.path} holds the same state as {self.original}, as if the script had passed it "
+            f"to prepare() twice; {self.order}"
         )
 
     @property
@@ -544,16 +548,16 @@ class EntryGap(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--allow entry-gap"
     meaning = (
-        "a number is missing in a list of entries; Accelerate finds entries by number and fails, "
-        "or shifts"
+        "a number is missing in a list of entries; Accelerate counts through the numbers, so it "
+        "fails or loads the wrong entries"
     )
 
     missing: PurePosixPath
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in "
-            "turn"
+            f"{self.path} exists, but {self.missing} does not; Accelerate looks for every number "
+            "in turn"
         )
 
     @property
@@ -563,7 +567,7 @@ class EntryGap(Finding, frozen=True, kw_only=True):
         """
         return (
             f"copy {self.missing} again, or use an older checkpoint\nonly if the script no longer "
-            f"has that object: ckptfix repair DIR {self.option}\n  this moves the later files "
-            "down a number; a script that still has the object fails, or loads the state of "
-            "another one into it"
+            f"has that object: ckptfix repair DIR {self.option}\n  this lowers the numbers of the "
+            "later files; a script that still has the object fails, or loads the state of a "
+            "different object into it"
         )

@@ -18,8 +18,8 @@ class MissingFile(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a file listed in the manifest is missing, or has another size; or one that was uploaded "
-        "is missing"
+        "a file listed in the manifest is missing or has a different size, or an uploaded file is "
+        "missing"
     )
 
     saved: int
@@ -27,7 +27,7 @@ class MissingFile(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         there = "is missing" if self.have is None else f"has {count_of(self.have, 'byte')}"
-        return f"{self.path} {there}; the save wrote it with {count_of(self.saved, 'byte')}"
+        return f"{self.path} {there}; the save wrote {count_of(self.saved, 'byte')}"
 
     @property
     def advice(self) -> str:
@@ -67,8 +67,8 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run "
-        "show, or has nearly the right name; or `trainer_state.json` or a config cannot be read"
+        "other files of the run show that a file of a rank, optimizer, scheduler or model is "
+        "missing or slightly misnamed; or `trainer_state.json` or a config cannot be read"
     )
 
     missing: tuple[str, ...]
@@ -114,8 +114,8 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
                 else f"move {self.misnamed!r} out of the folder if nothing loads {wanted}"
             )
             return (
-                f"if {self.misnamed!r} is that file, rename it to {wanted}; else copy {wanted} "
-                f"again, or {unless}"
+                f"if {self.misnamed!r} is that file, rename it to {wanted}; otherwise copy "
+                f"{wanted} again, or {unless}"
             )
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
@@ -127,32 +127,33 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             )
         if self.missing == (ADAPTER,):
             return (
-                "the Trainer resumes without it, and PeftModel.from_pretrained fails; copy it "
-                "again, or from another checkpoint of the run"
+                "the Trainer resumes without it, but PeftModel.from_pretrained fails; copy it "
+                "again, or take it from another checkpoint of the run"
             )
         if self.missing == (CONFIG,):
             return (
-                "from_pretrained fails without it; copy it again, or from another checkpoint of "
-                "the run"
+                "from_pretrained fails without it; copy it again, or take it from another "
+                "checkpoint of the run"
             )
         if self.by_rank:
             cost = (
-                "go on with new random states"
+                "continue with new random states"
                 if self.of_trainer
                 else "cannot restore their random states and their step"
             )
             return (
                 f"those processes {cost}; copy the files again, or resume from a complete "
-                "checkpoint; where each node saves to a disk of its own, ignore this"
+                "checkpoint; ignore this if each node saves to its own disk"
             )
         if self.of_trainer:
-            copied = "it" if len(self.missing) == 1 else "them"
             kinds = {name.partition(".")[0].partition("_")[0] for name in self.missing}
             ignore = (
-                "; ignore this if you keep it for its weights alone" if kinds == _OF_A_RUN else ""
+                "; ignore this if you keep the checkpoint only for its weights"
+                if kinds == _OF_A_RUN
+                else ""
             )
             return (
-                f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete "
+                f"{self._cost_for_trainer}; copy {self._them} again, or resume from a complete "
                 f"checkpoint{ignore}"
             )
         if all(name.startswith("random_states_") for name in self.missing):
@@ -160,12 +161,12 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             fewer = ", or ignore this if the run now has fewer processes"
             again = f"again{'' if 'random_states_0.pkl' in self.missing else fewer}"
             return (
-                f"load_state goes on with new random states and a new step; copy the files {again}"
+                "load_state continues with new random states and a new step; copy "
+                f"{self._them} {again}"
             )
-        what = self._what
         return (
-            f"load_state fails without {what}; copy {what} again, or resume from a complete "
-            "checkpoint; ignore this if the script has no such object, as load_state then "
+            f"load_state fails without {self._what}; copy {self._them} again, or resume from a "
+            "complete checkpoint; ignore this if the script has no such object: load_state then "
             "succeeds"
         )
 
@@ -174,23 +175,30 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         return "this file" if len(self.missing) == 1 else "these files"
 
     @property
+    def _them(self) -> str:
+        return "it" if len(self.missing) == 1 else "them"
+
+    @property
     def _cost_for_trainer(self) -> str:
         """The cost of the missing files. The Trainer loads optimizer and scheduler together, or
         neither.
         """
-        copied = "it" if len(self.missing) == 1 else "them"
         if any(map(_is_weights, self.missing)):
-            return f"the Trainer cannot resume without {copied}, and no library can load the model"
+            return (
+                f"the Trainer cannot resume without {self._them}, and no library can load the model"
+            )
         others = [name for name in self.missing if name != TRAINER_STATE]
         states = [name for name in others if name.startswith("rng_state")]
         new = ["a new optimizer and learning rate"] if len(states) < len(others) else []
-        goes_on = f"goes on with {' and '.join([*new, *['new random states'][: len(states)]])}"
+        replaced = " and ".join([*new, *["new random states"][: len(states)]])
         if not others:
             return "the Trainer cannot resume without it"
         if len(others) == len(self.missing):
-            return f"the Trainer {goes_on}, and says nothing"
+            return f"the Trainer silently continues with {replaced}"
+        rest = "the other file" if len(others) == 1 else "the other files"
         return (
-            f"the Trainer cannot resume without {TRAINER_STATE}, and without the others {goes_on}"
+            f"the Trainer cannot resume without {TRAINER_STATE}; without {rest}, it silently "
+            f"continues with {replaced}"
         )
 
 
@@ -202,16 +210,14 @@ class NestedCheckpoint(IncompleteCheckpoint, frozen=True, kw_only=True):
     outer: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.outer} holds this folder of the same name, and no file of a checkpoint itself"
-        )
+        return f"{self.outer} has no checkpoint files of its own, only this folder of the same name"
 
     @property
     def advice(self) -> str:
         """Advice to move the files, or to name the inner folder."""
         return (
             "load_state, the Trainer and from_pretrained find nothing in the outer folder; load "
-            "this one, or move its files up a level"
+            "this one, or move its files up one level"
         )
 
 
@@ -235,8 +241,8 @@ class UnreadFolder(IncompleteCheckpoint, frozen=True, kw_only=True):
         """Advice to move the files, or to copy the folder."""
         again = "copy the folder again, or resume from a complete checkpoint"
         if self.inner:
-            return f"the load fails: move the files of {self.inner} to {self.path}, or {again}"
-        return f"the load fails: {again}"
+            return f"the load fails; move the files of {self.inner} to {self.path}, or {again}"
+        return f"the load fails; {again}"
 
 
 class FewerRanks(IncompleteCheckpoint, frozen=True):
@@ -271,10 +277,9 @@ class LostPosition(IncompleteCheckpoint, frozen=True):
     @property
     def advice(self) -> str:
         """Advice on the epoch: accelerate loads a state of a dataloader only if its file exists."""
-        what = self._what
         return (
-            f"load_state succeeds without {what}, and the epoch begins again: samples of it are "
-            f"used twice; copy {what} again, or ignore this if the script no longer uses "
+            f"load_state succeeds without {self._what}, but the epoch starts over, so samples are "
+            f"used twice; copy {self._them} again, or ignore this if the script no longer uses "
             "use_stateful_dataloader"
         )
 
@@ -289,8 +294,8 @@ class UnreadShards(IncompleteCheckpoint, frozen=True):
         """Advice to copy the file, unless a hook reads the shards."""
         (wanted,) = self.missing
         return (
-            "load_state fails, unless a load hook of the script reads the shards: then ignore "
-            f"this; else copy {wanted} again, or resume from a complete checkpoint"
+            "load_state fails unless a load hook of the script reads the shards; ignore this if "
+            f"one does, otherwise copy {wanted} again, or resume from a complete checkpoint"
         )
 
 
@@ -313,13 +318,12 @@ class LostModelFiles(IncompleteCheckpoint, frozen=True):
     @property
     def advice(self) -> str:
         """Advice to copy the files again."""
-        what = self._what
         ignore = (
             "; ignore this if the script no longer saves this model" if self.may_be_dropped else ""
         )
         return (
-            f"a load hook that calls from_pretrained fails without {what}; copy {what} again, or "
-            f"resume from a complete checkpoint{ignore}"
+            f"a load hook that calls from_pretrained fails without {self._what}; copy {self._them} "
+            f"again, or resume from a complete checkpoint{ignore}"
         )
 
 
@@ -339,7 +343,7 @@ class LostConfig(LostModelFiles, frozen=True):
     def advice(self) -> str:
         """Advice to copy the config again, unless the hook reads none."""
         return (
-            f"from_pretrained in a load hook fails without {self._what}; copy {self._what} again, "
+            f"from_pretrained in a load hook fails without {self._what}; copy {self._them} again, "
             "or ignore this if the hooks of the script write and read the weights themselves"
         )
 
@@ -365,8 +369,10 @@ class LaterModel(LostModelFiles, frozen=True):
     @property
     def advice(self) -> str:
         """Advice to compare with the script."""
-        what = self._what
-        return f"nothing to do if the script began to save this model later; else copy {what} again"
+        return (
+            "nothing to do if the script started to save this model later; otherwise copy "
+            f"{self._what} again"
+        )
 
 
 class LostLora(LostModelFiles, frozen=True):
@@ -379,12 +385,12 @@ class LostLora(LostModelFiles, frozen=True):
         """Advice to give the file its name back, or to copy it again."""
         (wanted,) = self.missing
         rename = (
-            f"if {self.misnamed!r} is that file, rename it to {wanted}; else "
+            f"if {self.misnamed!r} is that file, rename it to {wanted}; otherwise "
             if self.misnamed
             else ""
         )
         return (
-            f"a load hook that looks for {wanted} fails: {rename}copy {wanted} again, or resume "
+            f"a load hook that looks for {wanted} fails; {rename}copy {wanted} again, or resume "
             "from a complete checkpoint"
         )
 
@@ -401,7 +407,7 @@ class LostTag(IncompleteCheckpoint, frozen=True, kw_only=True):
         """Advice to write the tag, as the states themselves are intact."""
         return (
             "DeepSpeed, the Trainer and zero_to_fp32 find no checkpoint without it; write the "
-            f"name of the folder to load into the file, such as {self.tag}"
+            f"name of a checkpoint folder, such as {self.tag}, into the file"
         )
 
 
@@ -416,8 +422,8 @@ class UnreadTag(LostTag, frozen=True):
     def advice(self) -> str:
         """Advice to write the tag for exports, as a resume does without."""
         return (
-            "load_state does not read it; zero_to_fp32 without a tag fails: write the name of the "
-            f"folder to load into the file, such as {self.tag}"
+            "load_state does not read it, but zero_to_fp32 without a tag fails; write the name of "
+            f"a checkpoint folder, such as {self.tag}, into the file"
         )
 
 
@@ -430,8 +436,8 @@ class MismatchedNames(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of an optimizer have other wrappers than its model, or in one place only: "
-        "renamed in part"
+        "the keys of an optimizer have different wrappers than its model's keys, or differ among "
+        "themselves: they were renamed only in part"
     )
 
     scope: str
@@ -450,8 +456,8 @@ class MismatchedNames(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"
-        want = f"with '{dotted(self.expected)}'" if self.expected else "with none"
-        return f"{self.path}: the keys in {self.scope} {have}, those of {self.reference} {want}"
+        want = f"begin with '{dotted(self.expected)}'" if self.expected else "have no wrapper"
+        return f"{self.path}: the keys in {self.scope} {have}, but those in {self.reference} {want}"
 
 
 class UndecidedNames(MismatchedNames, frozen=True):
@@ -476,9 +482,9 @@ class UndecidedNames(MismatchedNames, frozen=True):
         hand.
         """
         return (
-            "right for a script that saves both so, such as ddp.state_dict() next to "
-            "get_optimizer_state_dict(), which would not find its keys after a rename; if the "
-            f"model or the optimizer was renamed by hand: ckptfix repair DIR {self.option}"
+            "nothing to do for a script that saves both this way, such as with ddp.state_dict() "
+            "and get_optimizer_state_dict(): it would not find renamed keys\nif the model or the "
+            f"optimizer was renamed by hand: ckptfix repair DIR {self.option}"
         )
 
 
@@ -489,8 +495,8 @@ class MissingRank(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "files of a rank are missing, by `.metadata` or by the parts that the other ranks saved: "
-        "they are on another node, or were not copied"
+        "files of a rank are missing, according to `.metadata` or to the parts that the other "
+        "ranks saved; they are on another node, or were not copied"
     )
 
     rank: int
@@ -522,11 +528,10 @@ class MissingRank(Finding, frozen=True, kw_only=True):
             )
         if self.detail:
             return f"{self.path} is missing: {self.detail}"
-        what = f"{count_of(self.files, 'file')} of rank {self.rank}"
         lost = f"{count_of(self.items, 'item')}: {list_names(self.holds)}"
         return (
-            f"{self.path}: nothing of rank {self.rank} is there; .metadata names {what}, with "
-            f"{lost}"
+            f"{self.path}: every file of rank {self.rank} is missing; .metadata lists "
+            f"{count_of(self.files, 'file')} with {lost}"
         )
 
     @property
@@ -534,6 +539,8 @@ class MissingRank(Finding, frozen=True, kw_only=True):
         """Advice to copy the files from the rank's node: each rank writes to its own where the
         folder is not shared.
         """
+        if self.ranks > 1:
+            return "copy the files of these ranks from the nodes that they ran on into this folder"
         return "copy the files of that rank from the node that it ran on into this folder"
 
 
@@ -544,8 +551,8 @@ class IncompleteTensor(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the chunks in `.metadata`, or the parts that ranks saved, do not add up to a tensor: a "
-        "gap, an overlap, or a chunk that no file stores"
+        "the chunks in `.metadata`, or the parts that ranks saved, do not cover a tensor exactly: "
+        "there is a gap, an overlap, or a chunk that no file stores"
     )
 
     tensor: str
@@ -563,11 +570,8 @@ class IncompleteTensor(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use an older checkpoint: the missing part is in no chunk."""
         if "overlap" in self.detail:
-            return (
-                "which of the overlapping values a load takes is not certain; use an older "
-                "checkpoint"
-            )
-        return "loading leaves what was in memory there; use an older checkpoint"
+            return "a load may take either of the overlapping values; use an older checkpoint"
+        return "a load leaves the old memory contents in the missing part; use an older checkpoint"
 
 
 class FlatParameters(Finding, frozen=True, kw_only=True):
@@ -585,7 +589,7 @@ class FlatParameters(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {count_of(len(self.tensors), 'key')} of FSDP's own: "
+            f"{self.path}: {count_of(len(self.tensors), 'key')} of flattened FSDP parameters: "
             f"{list_names(self.tensors)}"
         )
 
@@ -595,7 +599,7 @@ class FlatParameters(Finding, frozen=True, kw_only=True):
         one.
         """
         return (
-            "no key is changed: what a flat parameter holds is known to the run alone; load it "
-            "with the same wrapping and number of processes, and save again with "
-            "SHARDED_STATE_DICT"
+            "ckptfix cannot rename these keys: no file records which parameters a flat one "
+            "contains. Load it with the same wrapping and number of processes, and save it again "
+            "with SHARDED_STATE_DICT"
         )

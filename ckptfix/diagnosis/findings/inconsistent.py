@@ -35,8 +35,8 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "two param groups of an optimizer have the same parameter, or moments belong to a "
-        "parameter that no param group has, or the numbers of a group are out of order"
+        "two param groups of an optimizer share a parameter, moments belong to a parameter in no "
+        "param group, or the parameter numbers of a group are out of order"
     )
 
     shared: tuple[str, ...] = ()
@@ -49,7 +49,8 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         said = []
         if self.shared:
-            said.append(f"two param groups have {_parameters(self.shared)}")
+            are = "is" if len(self.shared) == 1 else "are each"
+            said.append(f"{_parameters(self.shared)} {are} in two param groups")
         if self.repeated:
             said.append(f"a param group lists {_parameters(self.repeated)} twice")
         if self.unordered:
@@ -61,13 +62,15 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
                 "ascending numbers)"
             )
         if self.unlisted:
-            said.append(f"it has moments of {_parameters(self.unlisted)}, which no param group has")
+            have, are = ("has", "is") if len(self.unlisted) == 1 else ("have", "are")
+            said.append(f"{_parameters(self.unlisted)} {have} moments but {are} in no param group")
         if self.strangers:
             noun, expected = ("number", "strings") if self.is_named else ("string", "numbers")
             plural = "" if len(self.strangers) == 1 else "s"
             keys = _listed(self.strangers) if self.is_named else list_names(self.strangers)
             said.append(
-                f"it has moments under the {noun}{plural} {keys}, and param groups have {expected}"
+                f"moments are stored under the {noun}{plural} {keys}, but param groups list "
+                f"{expected}"
             )
         return f"{self.place}: {'; '.join(said)}"
 
@@ -76,16 +79,16 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
         """Advice to use another file: a load gives moments to other parameters, or drops them."""
         if self.unordered and not (self.repeated or self.strangers):
             return (
-                "torch saves no such optimizer. A load gives the moments of the first number to "
-                "the first parameter of the group, and so on: copy the file again from where it "
-                "came, or resume from an older checkpoint. If a script put the numbers into this "
-                "order for another model, ignore this"
+                "torch does not save optimizers like this. A load assigns moments by position: "
+                "those of the first number go to the first parameter of the group. Copy the file "
+                "again from where it came, or resume from an older checkpoint. If a script "
+                "reordered the numbers for another model, ignore this"
             )
         is_shifted = self.shared or self.repeated
-        effect = "gives moments to the wrong parameters" if is_shifted else "drops these moments"
+        effect = "assigns moments to the wrong parameters" if is_shifted else "drops these moments"
         return (
-            f"torch saves no such optimizer, and a load {effect}: copy the file again from where "
-            "it came, or resume from an older checkpoint"
+            f"torch does not save optimizers like this, and a load {effect}: copy the file again "
+            "from where it came, or resume from an older checkpoint"
         )
 
 
@@ -109,8 +112,8 @@ class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file: only the options of the run would do."""
         return (
-            "the load succeeds, and the first optimizer step fails or makes every weight NaN: copy "
-            "the file again from where it came, or resume from an older checkpoint"
+            "the load succeeds, but the first optimizer step fails or makes every weight NaN: "
+            "copy the file again from where it came, or resume from an older checkpoint"
         )
 
 
@@ -129,19 +132,18 @@ class MismatchedRates(InconsistentGroups, frozen=True, kw_only=True):
         return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
-        have = "has" if self.param_groups == 1 else "have"
         return (
             f"{self.path}: {count_of(self.rates, 'base learning rate')} (expected "
-            f"{self.param_groups}, as the param groups of {self.optimizer} {have})"
+            f"{self.param_groups}, one for each param group of {self.optimizer})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring both files of one save together."""
         return (
-            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: copy "
-            "optimizer and scheduler of one save again. If the script adds a param group after it "
-            "creates the scheduler, exchange the two lines"
+            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: "
+            "copy optimizer and scheduler again from one save. If the script adds a param group "
+            "after it creates the scheduler, swap the two lines"
         )
 
 
@@ -157,7 +159,7 @@ class UnusableRates(InconsistentGroups, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file: only the rates of the run would do."""
         return (
-            "the load succeeds, and the next scheduler.step() fails or makes the learning rate "
+            "the load succeeds, but the next scheduler.step() fails or makes the learning rate "
             "NaN: copy the file again from where it came, or resume from an older checkpoint"
         )
 
@@ -171,8 +173,8 @@ class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "moments of an optimizer have another shape than the weights of their parameter: they are "
-        "of another run"
+        "the moments of a parameter and its weights have different shapes: they come from "
+        "different runs"
     )
 
     parameters: tuple[str, ...]
@@ -189,14 +191,14 @@ class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.place}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} "
-            f"(expected {list(self.expected)}, as its weights have{self._others})"
+            f"(expected {list(self.expected)}, the shape of its weights{self._others})"
         )
 
     @property
     def _others(self) -> str:
         """The number of the other parameters, in words after a sentence about the first one."""
         more = len(self.parameters) - 1
-        return f"; {count_of(more, 'parameter')} more" if more else ""
+        return f"; {count_of(more, 'more parameter')}" if more else ""
 
     @property
     def advice(self) -> str:
@@ -207,8 +209,8 @@ class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
                 "optimizer"
             )
         return (
-            "the load or the next optimizer step fails: copy model and optimizer of one save "
-            "again, or resume without this optimizer"
+            "the load or the next optimizer step fails: copy model and optimizer again from one "
+            "save, or resume without this optimizer"
         )
 
 
@@ -224,7 +226,7 @@ class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         expected = (
-            f"{list(self.expected)}, as its {self.like!r} has" if self.like else "a single number"
+            f"{list(self.expected)}, like its {self.like!r}" if self.like else "a single number"
         )
         return (
             f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has shape "
@@ -237,8 +239,8 @@ class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
         runs.
         """
         return (
-            "the first optimizer step fails, or writes beyond its memory if it is fused: copy the "
-            "file again from where it came, or resume from an older checkpoint"
+            "the first optimizer step fails, or writes out of bounds if the optimizer is fused: "
+            "copy the file again from where it came, or resume from an older checkpoint"
         )
 
 
@@ -260,14 +262,14 @@ class RoundedMoments(MismatchedMoments, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype "
-            f"{self.dtype} (expected floating point numbers{self._others})"
+            f"{self.dtype} (expected a floating-point dtype{self._others})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file: the fractions are lost."""
         return (
-            "the load turns these moments into floating point numbers, whose fractions are lost: "
+            "the load converts these moments to floating point, but their fractions are lost: "
             "copy the file again from where it came, or resume from an older checkpoint"
         )
 
@@ -289,18 +291,18 @@ class RoundedWeights(MismatchedMoments, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, and {self.optimizer} has "
-            f"moments of it (expected floating point numbers{self._others})"
+            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, but {self.optimizer} "
+            f"has moments for it (expected a floating-point dtype{self._others})"
         )
 
     @property
     def advice(self) -> str:
         """Advice to use another file: the fractions are lost."""
         return (
-            "no optimizer trains whole numbers: the weights were converted after the save. The "
-            "load copies them into floating point numbers without an error: copy the file again "
-            f"from where it came, or resume from an older checkpoint. If {self.optimizer} trains "
-            "a module whose weights are kept elsewhere, ignore this"
+            "optimizers do not train integers, so the weights were converted after the save. The "
+            "load copies the rounded values into floating-point weights without an error: copy "
+            "the file again from where it came, or resume from an older checkpoint. If "
+            f"{self.optimizer} trains a module whose weights are kept elsewhere, ignore this"
         )
 
 
@@ -347,20 +349,21 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         parameters, tensors = (
             count_of(self.parameters, "parameter"),
-            count_of(self.tensors, "tensor"),
+            count_of(self.tensors, "weight tensor"),
         )
         if self.empty:
-            return f"{self.place}: it has {parameters}, and {self.empty} holds no tensors"
+            return f"{self.place}: {parameters}, but {self.empty} has no tensors"
         if self.surplus:
             shape, moments, weights = self.surplus[0]
             more = (
-                f"; {count_of(len(self.surplus) - 1, 'shape')} more"
+                f"; {count_of(len(self.surplus) - 1, 'more shape')}"
                 if len(self.surplus) > 1
                 else ""
             )
             return (
-                f"{self.place}: {count_of(moments, 'parameter')} of it have moments of shape "
-                f"{list(shape)} (expected {weights} at most, as weights have that shape{more})"
+                f"{self.place}: {count_of(moments, 'parameter')} with moments of shape "
+                f"{list(shape)} (expected at most {weights}, the number of weights with that "
+                f"shape{more})"
             )
         if self.is_foreign:
             expected, present = (
@@ -368,7 +371,7 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
                 f"{parameters}{_of_shapes(self.moments)}",
             )
             return (
-                f"{self.place}: does not fit the weights (expected the parameters of {expected}; "
+                f"{self.place}: does not match the weights (expected parameters for {expected}; "
                 f"found {present})"
             )
         if self.names:
@@ -377,10 +380,10 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
             return f"{self.place}: {lost}: {list_names(self.names)}"
         if self.shapes:
             return (
-                f"{self.place}: it has moments{_of_shapes(self.shapes)}, and no weights have such "
-                f"a shape ({parameters} in the optimizer, {tensors} of weights)"
+                f"{self.place}: moments{_of_shapes(self.shapes)}, which no weights have "
+                f"({parameters} in the optimizer, {tensors})"
             )
-        return f"{self.place}: it has {parameters}, and the checkpoint has {tensors} of weights"
+        return f"{self.place}: {parameters}, but the checkpoint has {tensors}"
 
     @property
     def is_bare(self) -> bool:
@@ -395,42 +398,42 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
         """Advice for both explanations, the likelier one first."""
         if self.key:
             return self._in_one_file
-        other_run = "copy all files of one save again"
+        other_run = "copy all files again from one save"
         if self.is_of_trainer:
             return (
-                "the resume or the next optimizer step fails, or weights start anew without an "
-                f"error: {other_run}, or resume from another checkpoint. If the script gives the "
-                "optimizer parameters that the model does not have, and saves them itself, "
+                "the resume or the next optimizer step fails, or weights silently start from "
+                f"scratch: {other_run}, or resume from another checkpoint. If the script passes "
+                "the optimizer parameters that the model does not have, and saves them itself, "
                 "ignore this"
             )
         if self.is_bare:
             return (
-                "it may be a bare nn.Parameter, such as SAC's log_alpha: no model has it, "
-                "save_state leaves its value out, and a load restores its moments alone. Put it "
-                "into a module, and pass that to prepare() or to "
-                "accelerator.register_for_checkpointing(). If the file belongs to another run "
-                f"instead, {other_run}"
+                "this may be a bare nn.Parameter, such as SAC's log_alpha. It belongs to no "
+                "model, so save_state does not save its value, and a load restores only its "
+                "moments. Put it into a module, and pass the module to prepare() or to "
+                "accelerator.register_for_checkpointing(). If instead the file belongs to "
+                f"another run, {other_run}"
             )
-        module = "pass that module to prepare(). Where its weights are kept elsewhere, ignore this"
+        module = "pass that module to prepare(). If its weights are kept elsewhere, ignore this"
         if self.empty:
             return (
                 f"the weights are lost, and load_state fails: copy {self.empty} again, or resume "
-                "from another checkpoint. If that model has no parameters, as a loss, the "
-                f"optimizer has a module that was not prepared: {module}"
+                "from another checkpoint. If that model has no parameters (a loss, for example), "
+                f"the optimizer trains a module that was not prepared: {module}"
             )
         if self.may_be_tied:
             return (
-                "nothing is lost where parameters share their memory, as after head.weight.data = "
-                "emb.weight.data: safetensors keeps one tensor of them. Then write head.weight = "
-                "emb.weight, or ignore this. Otherwise the optimizer has a module that was not "
-                f"prepared, whose weights a load leaves random: {module}. If the file belongs to "
-                f"another run instead, {other_run}"
+                "nothing is lost if the parameters share their memory, as after head.weight.data "
+                "= emb.weight.data: safetensors stores shared memory once. In that case write "
+                "head.weight = emb.weight, or ignore this. Otherwise the optimizer trains a "
+                f"module that was not prepared, and a load leaves its weights random: {module}. "
+                f"If instead the file belongs to another run, {other_run}"
             )
         if not self.is_foreign and not self.surplus:
             return (
-                "the optimizer may have a module that was not prepared; a load leaves its weights "
-                f"random and its moments old: {module}. If the file belongs to another run "
-                f"instead, {other_run}"
+                "the optimizer may train a module that was not prepared; a load restores its "
+                f"moments but leaves its weights random: {module}. If instead the file belongs "
+                f"to another run, {other_run}"
             )
         if self.surplus or self.parameters == self.tensors:
             fails = "the first optimizer step after the load then fails"
@@ -440,27 +443,28 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
             # Buffers and frozen weights are tensors, too: the numbers of parameters may agree.
             fails = "load_state or the next optimizer step then fails"
         return (
-            f"it may belong to another run, and {fails}: {other_run}. If the optimizer has a "
-            f"module that was not prepared instead, {module}"
+            f"the optimizer may belong to another run, and {fails}: {other_run}. If instead it "
+            f"trains a module that was not prepared, {module}"
         )
 
     @property
     def _in_one_file(self) -> str:
         """The advice for an optimizer and weights in one file."""
         module = (
-            "save the state_dict() of that module, too. Where its weights are kept elsewhere, "
+            "also save the state_dict() of that module. If its weights are kept elsewhere, "
             "ignore this"
         )
         if not self.is_foreign and not self.surplus:
             return (
-                "the optimizer may train a module whose weights the file lacks; a load leaves "
-                f"them random and their moments old: {module}. If the optimizer belongs to "
-                "another run instead, resume from an older checkpoint"
+                "the optimizer may train a module whose weights are not in the file; a load "
+                f"restores their moments but leaves the weights random: {module}. If instead the "
+                "optimizer belongs to another run, resume from an older checkpoint"
             )
         return (
-            "it may belong to another model or run, and the load or the first optimizer step then "
-            "fails: save the optimizer of this model, and resume from an older checkpoint. If "
-            f"the optimizer trains a module whose weights the file lacks instead, {module}"
+            "the optimizer may belong to another model or run, and the load or the first "
+            "optimizer step then fails: save the optimizer of this model, and resume from an "
+            "older checkpoint. If instead it trains a module whose weights are not in the file, "
+            f"{module}"
         )
 
     @property
@@ -484,17 +488,17 @@ class UnsavedFrozen(UnsavedParameters, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: it has {count_of(self.parameters, 'parameter')}, "
-            f"{self.without_moments} of them without moments, and the checkpoint has "
-            f"{count_of(self.tensors, 'tensor')} of weights"
+            f"{self.place}: {count_of(self.parameters, 'parameter')}, {self.without_moments} of "
+            "them without moments, but the checkpoint has "
+            f"{count_of(self.tensors, 'weight tensor')}"
         )
 
     @property
     def advice(self) -> str:
         """Advice about both explanations: the files do not tell them apart."""
         return (
-            "the state_dict() of a model may leave out a frozen part, such as the network of a "
-            "loss: ignore this then. Otherwise copy all files of one save again"
+            "if the model's state_dict() leaves out a frozen part, such as the network of a "
+            "loss, ignore this. Otherwise copy all files again from one save"
         )
 
 
@@ -516,8 +520,8 @@ class MissingMoments(OptimizerFinding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "some parameters of an optimizer have no moments: they never got a gradient, or their "
-        "moments are lost"
+        "some parameters of an optimizer have no moments: they never received a gradient, or "
+        "their moments are lost"
     )
 
     names: tuple[str, ...]
@@ -535,8 +539,8 @@ class MissingMoments(OptimizerFinding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice about both reasons: the file does not tell them apart."""
         return (
-            "frozen and unused parameters have none; where these were trained, resume from an "
-            "older checkpoint"
+            "frozen and unused parameters have none; if these were trained, resume from an older "
+            "checkpoint"
         )
 
 
@@ -577,9 +581,9 @@ class AbsentMoments(LackingMoments, frozen=True):
     def advice(self) -> str:
         """Advice to use another file, and what a subclass makes of it."""
         return (
-            "the load or the first step of torch's optimizer fails: copy the file again from where "
-            "it came, or resume from an older checkpoint. Where a class of your own keeps other "
-            "states, ignore this"
+            "the load or the first step of torch's optimizer fails: copy the file again from "
+            "where it came, or resume from an older checkpoint. If your own optimizer class "
+            "keeps other states, ignore this"
         )
 
 
@@ -593,7 +597,7 @@ class EmptyOptimizer(MissingMoments, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: none of {count_of(self.parameters, 'parameter')} has moments, and "
+            f"{self.place}: none of {count_of(self.parameters, 'parameter')} has moments, but "
             f"{self.evidence}"
         )
 
@@ -601,9 +605,9 @@ class EmptyOptimizer(MissingMoments, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file, and the explanations of a script."""
         return (
-            "the load takes it without an error, and the moments start at zero: resume from "
-            "another checkpoint. If the optimizer made no step yet, as where fp16 skipped all of "
-            "them, ignore this"
+            "the load succeeds, but the moments start at zero: resume from another checkpoint. "
+            "If the optimizer has made no step yet (fp16 may have skipped all of them), ignore "
+            "this"
         )
 
 
@@ -620,14 +624,14 @@ class LostMoments(EmptyOptimizer, frozen=True):
     @property
     def advice(self) -> str:
         """Advice to use another file, and the explanation of a script."""
-        effect = "the load takes it without an error, and the moments start at zero"
+        effect = "the load succeeds, but the moments start at zero"
         if self.is_in_dcp:
             # dcp.load into the state of get_state_dict() asks for every moment, and into an empty
             # one for none.
             effect = "dcp.load fails, or the moments start at zero"
         return (
-            f"{effect}: copy the file again from where it came, or resume from another checkpoint. "
-            "If the script began a new optimizer just before this save, ignore this"
+            f"{effect}: copy the file again from where it came, or resume from another "
+            "checkpoint. If the script created a new optimizer just before this save, ignore this"
         )
 
 
@@ -659,9 +663,9 @@ class ZeroMoments(MissingMoments, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file, and the explanation of a script."""
         return (
-            "the load takes it without an error, and the moments start at zero: copy the file "
-            "again from where it came, or resume from another checkpoint. If all its gradients "
-            "were zero, the model is not trained: print the gradient of a parameter after a step"
+            "the load succeeds, but the moments start at zero: copy the file again from where it "
+            "came, or resume from another checkpoint. If all gradients were zero, the model is "
+            "not being trained: print the gradient of a parameter after a step"
         )
 
 
@@ -676,8 +680,8 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer has its `step` in bf16 or fp16, which stop counting at 256 and 2,048: after "
-        "a load its updates have the wrong size. A note where the count goes on"
+        "an optimizer stores its `step` in bf16 or fp16, which cannot count past 256 and 2,048: "
+        "after a load its updates have the wrong size. Only a note if the count still moves"
     )
 
     parameters: int
@@ -688,17 +692,17 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} in "
-            f"{self.dtype}, which counts to {self.last} (expected F32); {self.effect}"
+            f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} "
+            f"in {self.dtype}, which cannot count past {self.last} (expected F32); {self.effect}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to write the step that the run made."""
         return (
-            "a save converted the steps together with the moments: save the optimizer without a "
-            'conversion. For this checkpoint, load the file with torch, set each state["step"] = '
-            "torch.tensor(float(STEP)), and save it"
+            "the save converted the steps along with the moments: save the optimizer without "
+            "converting it. To fix this checkpoint, load the file with torch, set each "
+            'state["step"] = torch.tensor(float(STEP)), and save it again'
         )
 
 
@@ -717,15 +721,15 @@ class DeadScaler(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the scale in `scaler.pt` is 0, NaN or infinite, or a factor makes it so: a run with fp16 "
-        "resumes without an error, and skips every step or makes its weights NaN"
+        "the scale in `scaler.pt` is 0, NaN or infinite, or a factor will make it so: an fp16 "
+        "run resumes without an error, then skips every step or makes its weights NaN"
     )
 
     name: str
     value: float
 
     def __str__(self) -> str:
-        when = _CHANGES_OF_SCALE.get(self.name, "in a run with fp16")
+        when = _CHANGES_OF_SCALE.get(self.name, "in an fp16 run")
         effect = (
             "the next step makes the weights NaN" if self.value == 0 else "every step is skipped"
         )
@@ -738,8 +742,8 @@ class DeadScaler(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring another scaler: ``load_state`` fails without one."""
         return (
-            "the load takes it without an error: copy the file from an older checkpoint, or write "
-            'a new one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
+            "the load reports no error: copy the file from an older checkpoint, or write a new "
+            'one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
             "gradients were NaN or infinite, the weights may be, too"
         )
 

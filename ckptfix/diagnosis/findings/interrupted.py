@@ -31,14 +31,14 @@ class Salvaged(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         losses = Losses(self.tensors, self.files, self.damaged)
-        return f"{self.path} says that this was salvaged: {losses}"
+        return f"{self.path}: this checkpoint was salvaged: {losses}"
 
     @property
     def advice(self) -> str:
         """Advice not to resume as from a complete checkpoint."""
         return (
-            "do not resume from it as if it were complete: load its weights by themselves, or put "
-            "back what is lost and delete salvage.json"
+            "do not resume from it as if it were complete: load only its weights, or restore "
+            "what is lost and delete salvage.json"
         )
 
 
@@ -54,8 +54,8 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "the staging folder of a guarded save, migrate, salvage or repair that is running, or was "
-        "killed and left it: not a checkpoint"
+        "the staging folder of a guarded save, migrate, salvage or repair that is running or was "
+        "killed: not a checkpoint"
     )
 
     is_running: bool
@@ -71,7 +71,7 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
         if self.is_running and not self.same_machine:
             return (
                 f"{where}staging folder of a {self.of} on another machine (pid {self.pid} on "
-                f"{self.host}) that changed less than a day ago, so it may be running"
+                f"{self.host}); it changed less than a day ago, so it may still be in use"
             )
         if self.is_running:
             return (
@@ -80,12 +80,9 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
             )
         end = "; safe to delete"
         if self.is_rest:
-            end = (
-                "; files of that save are already in place, so the checkpoint holds files of two "
-                "saves"
-            )
+            end = "; files of that save are already in place, so the checkpoint mixes two saves"
         elif self.holds_previous:
-            end = "; the checkpoint that it was to replace is in it"
+            end = "; it holds the checkpoint that was being replaced"
         return (
             f"{where}abandoned staging folder of a {self.of} that was killed (pid {self.pid} on "
             f"{self.host}){end}"
@@ -104,8 +101,8 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
                 "finds the newest"
             )
         if self.holds_previous:
-            return "the next ckptfix migrate next to it puts that checkpoint back"
-        return f"the next {self.of} deletes it, or you do"
+            return "the next ckptfix migrate in the same parent folder restores that checkpoint"
+        return f"the next {self.of} deletes it, or you can delete it now"
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the command that deletes the folder."""
@@ -139,8 +136,8 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a save, a download or a copy was cut short: a file still has its temporary name, DCP's "
-        "`.metadata`, written last, is missing, or a numbered checkpoint has no weights"
+        "a save, download or copy was interrupted: a file still has its temporary name, DCP's "
+        "`.metadata` (written last) is missing, or a numbered checkpoint has no weights"
     )
 
     files: int = 0
@@ -178,31 +175,32 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
         if self.bare:
             if self.below:
                 return (
-                    f"this checkpoint has only {list_names(self.below)}: its save was interrupted "
-                    "before the rest"
+                    f"this checkpoint has only {list_names(self.below)}: its save was "
+                    "interrupted before the rest was written"
                 )
             return "this checkpoint has no weights: its save was interrupted before it wrote them"
         if self.upload:
             return f"{self.path}: this is not a complete checkpoint: {self.upload}"
         if self.mixed:
             return (
-                f"{self.path}: the last save was interrupted while its files were put in place; "
-                "others are older"
+                f"{self.path}: the last save was interrupted while moving its files into place; "
+                "the other files are older"
             )
         if self.leftover:
-            missing = f", and {self.wanted} is missing" if self.wanted else ""
-            return f"{self.path} was left by a save or a copy that was cut short{missing}"
+            missing = f"; {self.wanted} is missing" if self.wanted else ""
+            return f"{self.path}: left over from an interrupted save or copy{missing}"
         data = count_of(self.files, ".distcp file")
         if self.over_another:
             return (
-                f"{self.path} is left over next to .metadata and {data}: a save over an older one "
-                "was cut short"
+                f"{self.path}: left over next to .metadata and {data}; a save over an older "
+                "checkpoint was interrupted"
             )
-        state = "was not put in its place (.metadata.tmp)" if self.unfinished else "is missing"
+        state = "is still named .metadata.tmp" if self.unfinished else "is missing"
         ranks = f" of {count_of(len(self.ranks), 'rank')}" if self.ranks else ""
         gap = max(self.ranks, default=-1) + 1 - len(self.ranks)
-        lost = f"; {count_of(gap, 'rank')} below the highest left none" if gap > 0 else ""
-        return f"{self.path} {state}, next to {data}{ranks}{lost}: the save was interrupted"
+        have = "has" if gap == 1 else "have"
+        lost = f"; {count_of(gap, 'lower-numbered rank')} {have} none" if gap > 0 else ""
+        return f"{self.path} {state} (found {data}{ranks}{lost}): the save was interrupted"
 
     @property
     def advice(self) -> str:
@@ -212,31 +210,31 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
         if self.bare:
             known = f"{self.newest}, the newest complete one"
             newest = (
-                known if self.newest else "a complete checkpoint, which ckptfix check -r RUN names"
+                known if self.newest else "a complete checkpoint; to find one: ckptfix check -r RUN"
             )
-            return f"scripts that take the newest folder fail here; resume from {newest}"
+            return f"scripts that load the newest folder fail on this one; resume from {newest}"
         if self.upload:
             return (
-                "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; "
-                "else load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the "
-                "newest"
+                "if the machine that uploaded it still has the save, upload it again: ckptfix "
+                "upload FOLDER URL; otherwise load a complete checkpoint: "
+                "ckptfix.latest_checkpoint(PROJECT) finds the newest"
             )
         if self.mixed:
             return (
-                "save here again, or load a complete checkpoint: "
+                "save to this folder again, or load a complete checkpoint: "
                 "ckptfix.latest_checkpoint(PROJECT) finds the newest"
             )
         if self.leftover:
             return (
-                "copy the complete checkpoint again, or use an older one; delete the file when all "
-                "is there"
+                "copy the complete checkpoint again, or use an older one; delete this file once "
+                "everything is there"
             )
         if self.over_another:
             return (
-                "the files may be of two saves: use another checkpoint, or delete the "
-                ".metadata.tmp when you know that this one is complete"
+                "the files may come from two saves: use another checkpoint, or delete "
+                ".metadata.tmp if you know that this one is complete"
             )
-        return "use an older checkpoint: without .metadata nothing says which chunk is where"
+        return "use an older checkpoint: only .metadata records where each chunk is"
 
 
 class LeftoverSave(InterruptedSave, frozen=True):
@@ -287,11 +285,17 @@ class HalfDownloaded(InterruptedSave, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to download the file, or to copy the files behind the links."""
         if not self.again:
-            return "copy the snapshot again with the files behind its links: cp -rL, or rsync -aL"
+            return "copy the snapshot again, following its links: cp -rL or rsync -aL"
         repository = (
-            "; REPO is the repository, whose name is not recorded" if " REPO " in self.again else ""
+            "; replace REPO with the repository, whose name is not recorded"
+            if " REPO " in self.again
+            else ""
         )
-        when = "to download it again" if self.have is None else "unless a download is running"
+        when = (
+            "to download it again"
+            if self.have is None
+            else "to download the rest, unless a download is running"
+        )
         return f"{when}: {self.again}{repository}"
 
 

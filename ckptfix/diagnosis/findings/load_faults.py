@@ -46,7 +46,7 @@ class UnusedKeys(Finding, frozen=True, kw_only=True):
         """Advice to rename them, with the script that needs them: no folder tells what is loaded."""
         return (
             "ckptfix repair DIR renames them; a script that loads the file itself with "
-            "load_state_dict needs these keys, and ckptfix undo DIR brings them back"
+            "load_state_dict needs the old keys, and ckptfix undo DIR restores them"
         )
 
     def key_map(self, adapter: str) -> KeyMap:
@@ -66,9 +66,9 @@ class DeadAdapter(UnusedKeys, frozen=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a PEFT adapter have a wrapper (`_orig_mod.`, `module.`) or the adapter's name "
-        "in them, or those of LoRA of diffusers have a wrapper or the wrong component before them: "
-        "PEFT or diffusers loads none of these tensors, and the model answers as its base does"
+        "the keys of a PEFT adapter contain a wrapper (`_orig_mod.`, `module.`) or the adapter's "
+        "name, or the keys of a diffusers LoRA start with a wrapper or the wrong component: PEFT "
+        "or diffusers loads none of these tensors, and the model behaves like its base"
     )
 
     effect: ClassVar[str] = "PEFT leaves {tensors} unused"
@@ -93,8 +93,8 @@ class SeveralAdapters(DeadAdapter, frozen=True):
     def advice(self) -> str:
         """Advice to name the adapter that the file is for."""
         return (
-            f"the file has the adapters {list_names(self.names)}, and PEFT loads one from a file: "
-            "ckptfix repair DIR --adapter NAME"
+            f"the file has the adapters {list_names(self.names)}, but PEFT loads only one per "
+            "file: ckptfix repair DIR --adapter NAME"
         )
 
 
@@ -112,7 +112,7 @@ class DoubtfulAdapter(DeadAdapter, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to rename the keys if PEFT is to load them."""
         return (
-            f"{self.reason}; if PEFT is to load the adapter: ckptfix repair DIR --allow "
+            f"{self.reason}; if PEFT should load the adapter: ckptfix repair DIR --allow "
             "dead-adapter"
         )
 
@@ -122,7 +122,8 @@ class ForeignAdapter(DoubtfulAdapter, frozen=True):
 
     severity = Severity.NOTE
     effect = (
-        "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers loads them"
+        "PeftModel.from_pretrained leaves {tensors} unused, but load_adapter of transformers "
+        "loads them"
     )
 
 
@@ -130,8 +131,8 @@ class PerhapsForeignAdapter(ForeignAdapter, frozen=True):
     """The same where the class of the base is not known."""
 
     effect = (
-        "PeftModel.from_pretrained leaves {tensors} unused, load_adapter of transformers may load "
-        "them"
+        "PeftModel.from_pretrained leaves {tensors} unused, but load_adapter of transformers may "
+        "load them"
     )
 
 
@@ -147,9 +148,9 @@ class UnplacedAdapter(PerhapsForeignAdapter, frozen=True):
     def advice(self) -> str:
         """Advice to save again, as the keys of the base are not known."""
         return (
-            f"{self.reason}; no repair is offered, as the folder does not show the names of the "
-            "base's modules: save the adapter again with save_pretrained, or put "
-            "'base_model.model.' before the names that the base has"
+            f"{self.reason}; it cannot be repaired automatically, because the folder does not "
+            "show the module names of the base: save the adapter again with save_pretrained, or "
+            "rename the keys to 'base_model.model.' plus the base's names"
         )
 
 
@@ -170,9 +171,9 @@ class StrayAdapter(DroppedAdapter, frozen=True):
     def advice(self) -> str:
         """Advice to save again."""
         return (
-            f"{self.reason}; the class of the base in adapter_config.json has no such modules: save "
-            "the adapter again with save_pretrained, or put 'base_model.model.' before the names "
-            "that the base has"
+            f"{self.reason}; the base class in adapter_config.json has no such modules: save the "
+            "adapter again with save_pretrained, or rename the keys to 'base_model.model.' plus "
+            "the base's names"
         )
 
 
@@ -193,8 +194,9 @@ class UnusedAdapter(DeadAdapter, frozen=True):
     def advice(self) -> str:
         """Advice about the adapter that stays unused."""
         return (
-            f"PEFT loads the tensors without a name in their keys; if {list_names(self.names)} is "
-            "the right adapter, take a file that holds it alone"
+            "PEFT loads the tensors without an adapter name in their keys; if "
+            f"{list_names(self.names)} is the right adapter, use a file that contains only that "
+            "adapter"
         )
 
 
@@ -227,7 +229,7 @@ class LoraOfSeveral(DeadLora, frozen=True):
     def advice(self) -> str:
         """Advice to save again."""
         return (
-            "a repair renames all keys of a file by one rule, and these need several: save the "
+            "a repair renames all keys of a file by one rule, but these need several: save the "
             f"LoRA again; {_SAVE_UNWRAPPED}"
         )
 
@@ -248,7 +250,7 @@ class LoraOfComponent(DeadLora, frozen=True):
             else ""
         )
         return (
-            f"if they are of the {component} of a pipeline: ckptfix repair DIR --allow "
+            f"if they belong to the {component} of a pipeline: ckptfix repair DIR --allow "
             "dead-adapter; for the next save, call save_lora_weights of the pipeline" + by_model
         )
 
@@ -263,7 +265,7 @@ class DoubtfulLora(LoraOfComponent, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to rename the keys if a pipeline is to load them."""
         return (
-            f"{self.reason}; if a pipeline of diffusers is to load them: ckptfix repair DIR "
+            f"{self.reason}; if a diffusers pipeline should load them: ckptfix repair DIR "
             "--allow dead-adapter"
         )
 
@@ -277,10 +279,10 @@ class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a PEFT adapter has no tensors, tensors of no elements (ZeRO-3), one of two LoRA matrices, "
-        "nothing for a module that its config lists, or tensors for which its config has no place: "
-        "PEFT fails, or trains and answers without them. LoRA of diffusers has one of two "
-        "matrices. Or an adapter lies next to weights that the Trainer takes instead"
+        "a PEFT adapter has no tensors, empty tensors (ZeRO-3), only one of two LoRA matrices, "
+        "no tensors for a module that its config lists, or tensors that its config does not "
+        "provide for: PEFT fails, or trains and runs without them. Or a diffusers LoRA has only "
+        "one of two matrices. Or the Trainer ignores an adapter and loads the weights next to it"
     )
 
     lacks: str
@@ -329,8 +331,8 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the rank in `adapter_config.json` is not that of the tensors: PEFT fails with `size "
-        "mismatch`"
+        "the rank in `adapter_config.json` differs from the rank of the tensors: PEFT fails with "
+        "`size mismatch`"
     )
 
     modules: int
@@ -342,16 +344,16 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.path}: rank {self.rank} in {count_of(self.modules, 'module')}, such as "
-            f"{self.module} (expected {self.expected}, as {self.setting} of adapter_config.json "
-            "says); PEFT fails with 'size mismatch'"
+            f"{self.module} (expected {self.expected}, as set by {self.setting} in "
+            "adapter_config.json); PEFT fails with 'size mismatch'"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring config and weights of one save together."""
         return (
-            "config and weights are of two runs: copy both again from one save, or write the rank "
-            "of the tensors into adapter_config.json (r, or rank_pattern for single modules)"
+            "config and weights come from two runs: copy both again from one save, or write the "
+            "tensors' rank into adapter_config.json (r, or rank_pattern for single modules)"
         )
 
 
@@ -366,8 +368,8 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "every `lora_B` of an adapter is zero, as before the first step: the adapter changes "
-        "nothing. A note where no counter next to it shows that it was trained"
+        "every `lora_B` of an adapter is zero, as before the first step: the adapter has no "
+        "effect. Only a note if no counter next to it shows that it was trained"
     )
 
     parameter: str
@@ -380,7 +382,7 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
         after = f" after {count_of(self.steps, 'step')}" if self.steps else ""
         return (
             f"{self.path}: every {self.parameter} is zero{read}{after} "
-            f"({count_of(self.modules, 'module')}); the model answers as its base does"
+            f"({count_of(self.modules, 'module')}); the model behaves like its base"
         )
 
     @property
@@ -402,6 +404,6 @@ class NewAdapter(UntrainedAdapter, frozen=True):
     def advice(self) -> str:
         """Advice for an adapter that should be trained."""
         return (
-            "right for an adapter before its first steps; if it was trained, it was saved from "
-            "another model object"
+            "normal for an adapter that has not been trained yet; if it was trained, it was "
+            "saved from another model object"
         )

@@ -11,9 +11,9 @@ from ckptfix.wording import count_of
 
 EFFECTS_ON_LIBRARIES = {
     Content.OPTIMIZER: "the load fails",
-    Content.SCHEDULER: "the load fails, or the scheduler starts anew without an error",
-    Content.GRAD_SCALER: "the load fails in a run with fp16",
-    Content.RANDOM_STATES: "load_state leaves random states as they are, and reports no error",
+    Content.SCHEDULER: "the load fails, or the scheduler starts over without an error",
+    Content.GRAD_SCALER: "the load fails in an fp16 run",
+    Content.RANDOM_STATES: "load_state does not restore the random states, and reports no error",
     Content.TRAINER_RANDOM_STATES: "the Trainer's resume fails",
     Content.SAMPLER: "the data loader cannot use it",
     Content.DATALOADER: "the data loader cannot use it",
@@ -42,8 +42,8 @@ class WrongState(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a file holds another state than its name says, such as `optimizer.bin` with the state of "
-        "a scheduler, two exchanged models, or weights without numbers"
+        "the contents of a file do not match its name, such as a scheduler's state in "
+        "`optimizer.bin`, two swapped models, or weights without values"
     )
 
     holds: str
@@ -77,7 +77,9 @@ class MisplacedEntry(WrongState, frozen=True):
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a change of the script makes of it."""
         change = (
-            "prepares its objects in another order" if self.exchanged_with else "has other objects"
+            "has prepared its objects in a different order"
+            if self.exchanged_with
+            else "has prepared different objects"
         )
         remedy = self.remedy or _right_file(self.path, self.exchanged_with)
         return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
@@ -110,7 +112,7 @@ class RenamedState(MisplacedEntry, frozen=True):
         """Advice as for ``WrongState``, unless somebody renamed the file on purpose."""
         remedy = _right_file(self.path, self.exchanged_with)
         return (
-            f"{self.effect}: {remedy}. If the file was renamed on purpose, to suit a changed "
+            f"{self.effect}: {remedy}. If the file was renamed on purpose, to fit a changed "
             "script, ignore this"
         )
 
@@ -129,9 +131,9 @@ class RoundedEntry(MisplacedEntry, frozen=True):
     def advice(self) -> str:
         """Advice to bring the file back: the digits are lost."""
         return (
-            f"{self.effect}: somebody seems to have converted the file. Copy it again from where "
-            "it came, or resume from another checkpoint. If the run had this precision for one "
-            "save, ignore this"
+            f"{self.effect}: the file seems to have been converted. Copy it again from where it "
+            "came, or resume from another checkpoint. If the run used this precision for a "
+            "single save, ignore this"
         )
 
 
@@ -144,8 +146,8 @@ class LowerPrecision(RoundedEntry, frozen=True):
     def advice(self) -> str:
         """Advice to compare with the script."""
         return (
-            f"{self.effect}: copy the file again from where it came. If the run has this precision "
-            "now, ignore this"
+            f"{self.effect}: copy the file again from where it came. If the run uses this "
+            "precision now, ignore this"
         )
 
 
@@ -160,8 +162,8 @@ class UnknownState(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a file holds nothing that the classes of torch, accelerate or the Trainer load, such as "
-        "`optimizer.bin` without `param_groups`, or a state dict inside another dict"
+        "no class of torch, accelerate or the Trainer can load the contents of a file, such as "
+        "an `optimizer.bin` without `param_groups`, or a state dict inside another dict"
     )
 
     holds: str
@@ -178,7 +180,7 @@ class UnknownState(Finding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a custom class makes of it."""
-        ignore = "" if self.exchanged_with else ". Where a class of your own reads it, ignore this"
+        ignore = "" if self.exchanged_with else ". If a class of your own reads it, ignore this"
         return (
             f"{self.effect}: {self.remedy or _right_file(self.path, self.exchanged_with)}{ignore}"
         )
@@ -200,7 +202,7 @@ class StatesWithoutStep(UnknownState, frozen=True):
     @property
     def advice(self) -> str:
         """Advice for the runs in which the step decides something."""
-        return f"{self.effect}; a run without gradient accumulation does not need it"
+        return f"{self.effect}; runs without gradient accumulation do not need the step"
 
 
 class EmptyExport(UnknownState, frozen=True):
@@ -215,13 +217,13 @@ class EmptyExport(UnknownState, frozen=True):
 
 
 def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str:
-    partner = f"; it was exchanged with {exchanged_with}" if exchanged_with else ""
+    partner = f"; swapped with {exchanged_with}" if exchanged_with else ""
     return f"{place}: it holds {holds} (expected {expected}){partner}"
 
 
 def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
     if exchanged_with:
-        return f"give {path} and {exchanged_with} each other's name, by way of a third name"
+        return f"swap the names of {path} and {exchanged_with}, using a temporary third name"
     return "copy the file again from where it came, or use an older checkpoint"
 
 
@@ -236,8 +238,8 @@ class MixedSaves(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler "
-        "has the steps of another checkpoint: the folder may have files of two saves"
+        "an optimizer and its scheduler have different learning rates, or the Trainer's "
+        "scheduler has the step count of another checkpoint: the folder may mix two saves"
     )
 
     save: str = ""
@@ -264,8 +266,8 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the script explains the rates."""
         return (
-            "no load fails, and training would continue from the files of two saves: copy all "
-            "files of one save again, or resume from another checkpoint; ignore this if the "
+            "the load succeeds, but training would continue from a mix of two saves: copy all "
+            "files again from one save, or resume from another checkpoint; ignore this if the "
             "script sets the learning rate itself"
         )
 
@@ -293,9 +295,9 @@ class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
     known_by: str
 
     def __str__(self) -> str:
-        reverse = f"; {self.reverse} has those" if self.reverse else ""
+        reverse = f"; {self.reverse} has them" if self.reverse else ""
         return (
-            f"{self.path}: its learning rates are those of {self.like} (expected those of "
+            f"{self.path}: has the learning rates of {self.like} (expected those of "
             f"{self.partner}, as in {self.known_by}{reverse})"
         )
 
@@ -305,9 +307,9 @@ class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
         exchanged.
         """
         return (
-            "no load fails, and training would continue with the learning rates of another "
-            "optimizer. Two schedulers or two optimizers were exchanged, or one was copied over "
-            "the other: copy all files of one save again, or resume from another checkpoint; "
+            "the load succeeds, but training would continue with the learning rates of another "
+            "optimizer. Two schedulers or two optimizers were swapped, or one was copied over "
+            "the other: copy all files again from one save, or resume from another checkpoint; "
             "ignore this if the script sets the learning rate itself"
         )
 
@@ -323,9 +325,9 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     step: int
 
     def __str__(self) -> str:
-        at_most = " at most" if self.moves > self.step else ""
+        at_most = "at most " if self.moves > self.step else ""
         return (
-            f"{self.path}: {count_of(self.moves, 'step')} (expected {self.step}{at_most}, as in "
+            f"{self.path}: {count_of(self.moves, 'step')} (expected {at_most}{self.step}, as in "
             f"{self.partner}){_as_in(self.save)}"
         )
 
@@ -333,14 +335,14 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the run explains the steps."""
         explained = (
-            "the script passes a scheduler to the Trainer that made steps before"
+            "the script passes the Trainer a scheduler that has already made steps"
             if self.moves > self.step
             else "fp16 skipped every step since then"
         )
         return (
-            "the Trainer resumes without an error, with the learning rates of another step: copy "
-            f"all files of one save again, or resume from another checkpoint. If {explained}, "
-            "ignore this"
+            "the Trainer resumes without an error, but with the learning rates of another step: "
+            "copy all files again from one save, or resume from another checkpoint. If "
+            f"{explained}, ignore this"
         )
 
 
@@ -351,8 +353,9 @@ class UncountedSteps(MixedSteps, frozen=True):
     def advice(self) -> str:
         """Advice to bring files of one save together."""
         return (
-            "the Trainer resumes without an error, and the optimizer corrects its moments as in "
-            "the first step: copy all files of one save again, or resume from another checkpoint"
+            "the Trainer resumes without an error, but the optimizer applies the bias correction "
+            "of its first step: copy all files again from one save, or resume from another "
+            "checkpoint"
         )
 
 
@@ -363,4 +366,4 @@ class PerhapsUncounted(UncountedSteps, frozen=True):
 
 
 def _as_in(save: str) -> str:
-    return f"; it is of the save of {save}" if save else ""
+    return f"; it comes from {save}" if save else ""

@@ -62,7 +62,7 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.is_other_file:
             return (
-                f"{self.path} is not a file of weights; {self.named_by} lists it as a shard, so "
+                f"{self.path} is not a weights file, but {self.named_by} lists it as a shard, so "
                 "loaders fail"
             )
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
@@ -79,12 +79,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             )
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
         if self.packed:
-            are = "are" if len(self.packed) > 1 else "is"
-            lost += f"; {list_names(str(path) for path, _ in self.packed)} {are} there, compressed"
-        return (
-            f"{self.path}{more} missing; {self.named_by} promises "
-            f"{'them' if self.others else 'it'}{lost}"
-        )
+            lost += f"; found compressed: {list_names(str(path) for path, _ in self.packed)}"
+        return f"{self.path}{more} missing; expected by {self.named_by}{lost}"
 
     @property
     def advice(self) -> str:
@@ -122,7 +118,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
         )
         step = "move" if any(shard.step == "move" for shard in self.renamed) else "rename"
         steps = [f"{step} {files}: {' && '.join(renames)}"] if renames else []
-        steps += [f"unpack what is compressed: {' && '.join(unpacks)}"] if unpacks else []
+        shards = "shard" if len(unpacks) == 1 else "shards"
+        steps += [f"unpack the compressed {shards}: {' && '.join(unpacks)}"] if unpacks else []
         return "; ".join([*steps, *self._rest])
 
 
@@ -143,8 +140,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the index is missing, unreadable, without `metadata`, or disagrees with the shards; "
-        "rebuilt when they are intact and disjoint"
+        "the index is missing, unreadable, lacks `metadata`, or disagrees with the shards; a "
+        "repair rebuilds it if the shards are intact and disjoint"
     )
 
     misplaced: int
@@ -176,16 +173,16 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.rivals > 1:
             return (
-                f"{self.path} names none of {self.rivals} sets of shards that are there: which is "
-                "right is not clear"
+                f"{self.path} lists none of the {self.rivals} sets of shards that exist, and it "
+                "is unclear which set is right"
             )
         if self.absent:
-            return f"{self.path} is missing, its shards are there"
+            return f"{self.path} is missing, but its shards exist"
         if self.problem is not None and self.is_fixable:
-            return f"{self.path} cannot be read, its shards are there: {self.problem}"
+            return f"{self.path} cannot be read ({self.problem}), but its shards exist"
         if self.lost:
             lost = count_of(len(self.lost), "tensor")
-            return f"{self.path} names {lost} that no shard holds: {list_names(self.lost)}"
+            return f"{self.path} lists {lost} that no shard holds: {list_names(self.lost)}"
         if self.doubled:
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
@@ -204,7 +201,7 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
                 "safetensors and fails"
             )
         in_part = (
-            ": transformers 4.44 leaves random with a device_map what the index does not list"
+            ": with a device_map, transformers 4.44 leaves unlisted tensors random"
             if self.is_read_in_part
             else ""
         )
@@ -220,12 +217,12 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
                 else ""
             ),
             (
-                'has no object "metadata", so transformers and diffusers refuse to load the model'
+                'has no "metadata" object, so transformers and diffusers refuse to load the model'
                 if self.without_metadata
                 else ""
             ),
             (
-                f"lists the path {self.refused[0]!r}, and diffusers refuses all but names of files"
+                f"lists the path {self.refused[0]!r}, but diffusers accepts only plain file names"
                 if self.refused
                 else ""
             ),
@@ -238,25 +235,26 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
         if self.is_fixable:
             return ""
         if self.rivals > 1:
-            return "not rebuilt: set the shards of all but one save aside, then repair"
+            return "not rebuilt: move the shards of all saves but one elsewhere, then repair"
         if self.twin:
             return (
-                f"not written: no loader looks for it; if these are the shards that {self.twin} "
-                "lists, give them the names in it"
+                "not written, because no loader looks for this index; if these are the shards "
+                f"that {self.twin} lists, rename them accordingly"
             )
         if self.unread:
             return (
-                "accelerate.load_checkpoint_in_model reads each file by its ending: load the model "
-                "with it, and save it again"
+                "accelerate.load_checkpoint_in_model reads each file by its extension: load the "
+                "model with it, and save it again"
             )
         if self.doubled and not self.lost:
             return (
-                "not rebuilt: from_pretrained and load_checkpoint_in_model take the last shard by "
-                "name, the Trainer's resume takes any; copy the shards again from where they came"
+                "not rebuilt: from_pretrained and load_checkpoint_in_model use the last shard by "
+                "name, the Trainer's resume uses either one; copy the shards again from where "
+                "they came"
             )
         if 0 < len(self.lost) <= self.unlisted:
             return (
-                "not rebuilt: either a shard is of another model, and loading leaves random "
+                "not rebuilt: either a shard belongs to another model, and loading leaves random "
                 "weights without an error, or the index has wrong keys; copy the index and the "
                 "shards again from where they came"
             )
@@ -291,8 +289,8 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is missing, its shards are there; {loads_in_words(self.loads)} now, and would "
-            "not with this index"
+            f"{self.path} is missing, but its shards exist; {loads_in_words(self.loads)} now, "
+            "which this index would change"
         )
 
     @property
@@ -326,8 +324,8 @@ class OddIndex(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         differences = [
             (
-                f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, and its loaders "
-                "read all shards"
+                f"names the wrong shard for {count_of(self.misplaced, 'tensor')}, but its "
+                "loaders read all shards"
                 if self.misplaced
                 else ""
             ),
@@ -344,20 +342,20 @@ class OddIndex(Finding, frozen=True, kw_only=True):
                 else ""
             ),
             (
-                f"does not list {count_of(self.unlisted, 'tensor')} of the shards, which are "
-                "loaded all the same"
+                f"does not list {count_of(self.unlisted, 'tensor')} of the shards, but loaders "
+                "read them anyway"
                 if self.unlisted
                 else ""
             ),
             (
-                f"has {count_of(len(self.repeated), 'key')} twice, of which the last counts: "
+                f"lists {count_of(len(self.repeated), 'key')} twice (the last entry counts): "
                 f"{list_names(self.repeated)}"
                 if self.repeated
                 else ""
             ),
             (
                 f"lists {count_of(len(self.leads_back), 'path')} through other folders (first "
-                f"{self.leads_back[0]!r}): a copy of the folder elsewhere loads these files, or "
+                f"{self.leads_back[0]!r}), so a copy of this folder loads the original files, or "
                 "fails"
                 if self.leads_back
                 else ""
@@ -372,19 +370,20 @@ class OddIndex(Finding, frozen=True, kw_only=True):
         """
         advice = [
             (
-                "ignore this; transformers.trainer_utils.load_sharded_checkpoint needs strict=False"
+                "ignore this, but transformers.trainer_utils.load_sharded_checkpoint needs "
+                "strict=False"
                 if self.computed or self.unlisted
                 else ""
             ),
             (
-                "loaders take the same values; ckptfix migrate and seal refuse such shards: load "
-                "the model, and save it"
+                "all loaders get the same values; ckptfix migrate and seal refuse such shards: "
+                "load the model, and save it again"
                 if self.copied
                 else ""
             ),
             (
-                "before you copy or move the folder, change the paths in the index to names of "
-                "files"
+                "before you copy or move the folder, change the paths in the index to plain file "
+                "names"
                 if self.leads_back
                 else ""
             ),
@@ -404,8 +403,8 @@ class ForeignIndex(Finding, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: load_checkpoint_in_model takes each *.index.json for an index of "
-            "weights: it refuses a folder with two, and from this one alone it loads nothing"
+            f"{self.path}: load_checkpoint_in_model treats every *.index.json as a weights "
+            "index: it refuses a folder with two, and loads nothing from this one alone"
         )
 
     @property
@@ -438,7 +437,7 @@ class LeftoverIndex(Finding, frozen=True, kw_only=True):
     refused_by: str = ""
 
     def __str__(self) -> str:
-        return f"{self._left_over}; loaders take {self.file}{self._refusal}"
+        return f"{self._left_over}; loaders use {self.file}{self._refusal}"
 
     @property
     def _refusal(self) -> str:
@@ -489,9 +488,9 @@ class BlockingIndex(LeftoverIndex, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         holds = "whose shards hold" if self.file.suffix == ".json" else "which holds"
-        held = f", {holds} its {count_of(self.holds, 'tensor')}" if self.holds else ""
-        take, fail = ("takes", "fails") if len(self.loaders) == 1 else ("take", "fail")
-        taken = f"{series(self.loaders)} {take} it before {self.file}{held}, and {fail}"
+        held = f" ({holds} its {count_of(self.holds, 'tensor')})" if self.holds else ""
+        prefer, fail = ("prefers", "fails") if len(self.loaders) == 1 else ("prefer", "fail")
+        taken = f"{series(self.loaders)} {prefer} it to {self.file}{held}, and {fail}"
         resumed = f"; the Trainer resumes from {self.file}" if self.is_resumed else ""
         return f"{self._left_over}; {taken}{resumed}{self._refusal}"
 
@@ -503,17 +502,18 @@ class StrayShard(Finding, frozen=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore "
-        "it; or a copy among the files of DeepSpeed, which zero_to_fp32 reads as one of them"
+        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders "
+        "ignore it. Or a stray copy among DeepSpeed's files, which zero_to_fp32 reads as one of "
+        "them"
     )
 
     def __str__(self) -> str:
-        return f"{self.path} is named by no item of .metadata"
+        return f"{self.path} is not listed in .metadata"
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
+        return "loaders ignore it; delete it if .metadata belongs to the save that you want"
 
 
 class StrayStates(StrayShard, frozen=True, kw_only=True):
@@ -531,7 +531,7 @@ class StrayStates(StrayShard, frozen=True, kw_only=True):
         return Resume.SUCCEEDS
 
     def __str__(self) -> str:
-        return f"{self.path}: a file of no rank; {self.effect}"
+        return f"{self.path}: belongs to no rank; {self.effect}"
 
     @property
     def advice(self) -> str:
@@ -571,23 +571,23 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a shard that no index lists, next to a complete model: another save left it, and loaders "
-        "that go by the index ignore it. A warning where torch's `HuggingFaceStorageReader`, "
-        "which reads every safetensors file, may take its values"
+        "a shard that no index lists, next to a complete model: another save left it, and "
+        "loaders that follow the index ignore it. A warning if torch's "
+        "`HuggingFaceStorageReader`, which reads every safetensors file, may load its values"
     )
 
     index: PurePosixPath
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is left over from another save: loaders that go by the index take "
+            f"{self.path} is left over from another save: loaders that follow the index use "
             f"{self.index}, which does not list it"
         )
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return f"delete {self.path}, if {self.index} is the save that you want"
+        return f"delete {self.path} if {self.index} is the save that you want"
 
 
 class RivalShard(StaleShard, frozen=True, kw_only=True):
@@ -604,10 +604,10 @@ class RivalShard(StaleShard, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is left over from another save, and has other values of "
+            f"{self.path} is left over from another save, with different values for "
             f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): "
-            "transformers, diffusers and accelerate ignore it, torch's HuggingFaceStorageReader "
-            "reads every safetensors file and may take them"
+            "transformers, diffusers and accelerate ignore it, but torch's "
+            "HuggingFaceStorageReader reads every safetensors file and may load them"
         )
 
 
@@ -623,10 +623,11 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        others = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
+        more = count_of(len(self.others), "more shard")
+        others = f" and {more} belong" if self.others else " belongs"
         return (
-            f"{self.path}{others} of an incomplete save: other shards and their index are missing; "
-            f"loaders take {self.index}"
+            f"{self.path}{others} to an incomplete save: other shards and their index are "
+            f"missing; loaders use {self.index}"
         )
 
     @property
@@ -634,6 +635,6 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
         """Advice to decide between the saves, as only the user knows which one is wanted."""
         shards = "these shards" if self.others else str(self.path)
         return (
-            f"delete {shards}, if {self.index} is the save that you want; else copy the shards and "
-            "their index again"
+            f"delete {shards} if {self.index} is the save that you want; otherwise copy the "
+            "shards and their index again"
         )

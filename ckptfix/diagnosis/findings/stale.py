@@ -19,9 +19,9 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a checkpoint has the weights or the optimizer of the checkpoint before it, though a "
-        "counter in it moved: the save wrote old bytes; or it has the optimizer of the one after "
-        "it. A note where no counter moved, as in a copy"
+        "a checkpoint has the weights or the optimizer of the previous checkpoint although a "
+        "counter moved, so the save wrote old bytes; or it has the optimizer of the next "
+        "checkpoint. Only a note if no counter moved, as in a copy"
     )
 
     save: str
@@ -51,15 +51,15 @@ class StaleSave(Finding, frozen=True, kw_only=True):
         """Advice to find out what the script saves."""
         if self.is_undecided:
             return (
-                f"either this save wrote old bytes, or its bytes were copied over those of "
-                f"{self.save}, and nothing in the two shows which: resume from a checkpoint before "
-                f"{self.save}, and look at what the script saves (an asynchronous copy that was "
+                "either this save wrote old bytes, or its bytes were copied over those of "
+                f"{self.save}; the files do not show which. Resume from a checkpoint before "
+                f"{self.save}, and check what the script saves (an asynchronous copy that was "
                 "not awaited, another model object). If nothing was trained between the two "
                 "saves, ignore this"
             )
         return (
             "a resume would continue from the older values: resume from a checkpoint before "
-            f"{self.save}, or from {self.save} itself, and look at what the script saves (an "
+            f"{self.save}, or from {self.save} itself, and check what the script saves (an "
             "asynchronous copy that was not awaited, another model object). If nothing was "
             "trained between the two saves, ignore this"
         )
@@ -91,16 +91,15 @@ class LaterState(StaleSave, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.state} of {self.save}, which is later: its step {self.step:.15g} "
-            f"belongs to {self.counter} {self.end:.15g} (expected that of {self.begin:.15g})"
-            f"{self._compared}"
+            f"{self.path}: {self.state} of {self.save}, a later save: its step {self.step:.15g} "
+            f"fits {self.counter} = {self.end:.15g} (expected {self.begin:.15g}){self._compared}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to resume from the later one."""
         return (
-            "a resume would continue older weights with a newer optimizer: resume from "
+            "a resume would combine older weights with a newer optimizer: resume from "
             f"{self.save}, or copy {self.path} again from where the checkpoint came"
         )
 
@@ -114,8 +113,8 @@ class OldShard(StaleSave, frozen=True):
     def advice(self) -> str:
         """Advice to get the file of this save."""
         return (
-            f"this checkpoint or {self.save} is mixed of two saves: copy {self.path} of both "
-            f"again from where they came, or resume from a checkpoint before {self.save}. If the "
+            f"this checkpoint or {self.save} mixes two saves: copy {self.path} of both again "
+            f"from where they came, or resume from a checkpoint before {self.save}. If the "
             "script did not train these weights, ignore this"
         )
 
@@ -161,7 +160,7 @@ class UnmarkedSave(InterruptedSave, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is missing, which {self.known_by} has: it is written last, so the save "
+            f"{self.path} is missing (found in {self.known_by}): it is written last, so the save "
             "was interrupted"
         )
 
@@ -169,8 +168,8 @@ class UnmarkedSave(InterruptedSave, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to resume from another checkpoint."""
         return (
-            "the library passes over this checkpoint, or loads a part of it: resume from "
-            f"{self.known_by}. If the file was left out of a copy, copy it again"
+            "the library skips this checkpoint, or loads only part of it: resume from "
+            f"{self.known_by}. If a copy left the file out, copy it again"
         )
 
 
@@ -182,12 +181,12 @@ class PerhapsUnmarked(UnmarkedSave, frozen=True):
     severity = Severity.NOTE
 
     def __str__(self) -> str:
-        return f"{self.path} is missing, which {self.known_by} has: it is written last"
+        return f"{self.path} is missing (found in {self.known_by}): it is written last"
 
     @property
     def advice(self) -> str:
         """Advice for a save that may be complete."""
         return (
-            "ignore this if the library writes the file since a later version, or the run had "
-            "fewer ranks"
+            "ignore this if only a later version of the library writes this file, or if the run "
+            "had fewer ranks"
         )

@@ -37,8 +37,8 @@ class StaleFamily(StoredTwice, frozen=True, kw_only=True):
     code = "stale-family"
     severity = Severity.WARNING
     meaning = (
-        "a model is stored in two formats, or in one file and in shards, with different values: "
-        "loaders differ in which they take"
+        "a model is stored in two formats, or as one file and as shards, with different values: "
+        "which one is loaded depends on the loader"
     )
 
     difference: str
@@ -46,8 +46,8 @@ class StaleFamily(StoredTwice, frozen=True, kw_only=True):
     def __str__(self) -> str:
         path, preferred = self.both
         return (
-            f"{path}: the same {count_of(self.tensors, 'key')} as in {preferred}, with other "
-            f"values (first in {self.difference!r}){_loading(self.loads, self.refused_by)}"
+            f"{path}: same {count_of(self.tensors, 'key')} as {preferred}, but different values "
+            f"(first: {self.difference!r}){_loading(self.loads, self.refused_by)}"
         )
 
     @property
@@ -56,7 +56,7 @@ class StaleFamily(StoredTwice, frozen=True, kw_only=True):
         compare = f"to compare them: ckptfix diff DIR/{self.preferred} DIR/{self.path}\n"
         return (
             "" if self.unlisted else compare
-        ) + f"they are of two saves; {keep_option(self.preferred, self.path)}"
+        ) + f"they come from two saves; {keep_option(self.preferred, self.path)}"
 
 
 class SecondFamily(StoredTwice, frozen=True, kw_only=True):
@@ -71,8 +71,8 @@ class SecondFamily(StoredTwice, frozen=True, kw_only=True):
     code = "second-family"
     severity = Severity.NOTE
     meaning = (
-        "a model is stored in two formats, or in one file and in shards: with equal values, or "
-        "with other keys or dtypes"
+        "a model is stored in two formats, or as one file and as shards: with equal values, or "
+        "with different keys or dtypes"
     )
 
     own: tuple[str, ...] = ()
@@ -90,12 +90,12 @@ class SecondFamily(StoredTwice, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.is_damaged:
             loading = _loading(self.loads, self.refused_by)
-            return f"{self.path}: damaged, and not compared with {self.preferred}{loading}"
+            return f"{self.path}: damaged, so not compared with {self.preferred}{loading}"
         path, preferred = self.both
         differences = (
             (self.own, f"not in {preferred}"),
-            (self.absent, f"in {preferred} alone"),
-            (self.changed, "of another dtype or shape"),
+            (self.absent, f"only in {preferred}"),
+            (self.changed, "with another dtype or shape"),
         )
         told = [
             f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}"
@@ -108,11 +108,7 @@ class SecondFamily(StoredTwice, frozen=True, kw_only=True):
                 f"compared{_loading(self.loads, self.refused_by)}"
             )
         how = "sampled bytes" if self.sampled else "bytes"
-        left = (
-            f", but for {count_of(self.uncompared, 'tensor')} not compared"
-            if self.uncompared
-            else ""
-        )
+        left = f"; {count_of(self.uncompared, 'tensor')} not compared" if self.uncompared else ""
         return (
             f"{path}: the same model as {preferred} ({count_of(self.tensors, 'key')}, {how} "
             f"equal{left}){_loading(self.loads, self.refused_by)}"
@@ -129,9 +125,11 @@ class SecondFamily(StoredTwice, frozen=True, kw_only=True):
                 f"{self.preferred}"
             )
         if self.unlisted:
-            return f"make sure that both are of one save; {keep_option(self.preferred, self.path)}"
+            return (
+                f"make sure that both come from one save; {keep_option(self.preferred, self.path)}"
+            )
         return (
-            f"make sure that both are of one save: ckptfix diff DIR/{self.preferred} "
+            f"make sure that both come from one save: ckptfix diff DIR/{self.preferred} "
             f"DIR/{self.path}\n{keep_option(self.preferred, self.path)}"
         )
 
@@ -152,8 +150,8 @@ class PartialFamily(SecondFamily, frozen=True, kw_only=True):
         return (
             f"{self.partial} lacks {count_of(len(lost), 'key')} of "
             f"{stored_in(complete, self.unlisted)}: "
-            f"{list_names(lost)}{_loading(self.loads, self.refused_by)}; these stay random, or "
-            "the load fails"
+            f"{list_names(lost)}{_loading(self.loads, self.refused_by)}; missing weights stay "
+            "random, or the load fails"
         )
 
     @property
@@ -168,7 +166,7 @@ class PartialFamily(SecondFamily, frozen=True, kw_only=True):
 
 def stored_in(path: PurePosixPath, unlisted: Collection[PurePosixPath]) -> str:
     """Return a family in words: its file, or its index, which may be missing."""
-    return f"the shards without {path}" if path in unlisted else str(path)
+    return f"the shards of the missing {path}" if path in unlisted else str(path)
 
 
 def keep_option(*paths: PurePosixPath) -> str:

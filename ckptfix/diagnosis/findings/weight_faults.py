@@ -21,20 +21,20 @@ class DeadWeights(UnusedKeys, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a model begin with a wrapper (`module.`, `_orig_mod.`, `base_model.model.`), "
-        "or none of them is a key of its class: `from_pretrained` of transformers finds none of "
-        "these tensors, and leaves the weights random"
+        "the keys of a model start with a wrapper (`module.`, `_orig_mod.`, "
+        "`base_model.model.`), or none of them belongs to its class: `from_pretrained` of "
+        "transformers finds none of these tensors and leaves the weights random"
     )
 
     model: str
     version: str
     reason: str = ""
 
-    effect: ClassVar[str] = "from_pretrained leaves {tensors} unused, and the weights random"
+    effect: ClassVar[str] = "from_pretrained ignores {tensors} and leaves the weights random"
 
     def __str__(self) -> str:
         return (
-            f"{UnusedKeys.__str__(self)}, by the keys of {self.model} in transformers "
+            f"{UnusedKeys.__str__(self)}, according to the keys of {self.model} in transformers "
             f"{self.version}"
         )
 
@@ -50,8 +50,8 @@ class DoubtfulWeights(DeadWeights, frozen=True):
     def advice(self) -> str:
         """Advice to rename the keys if from_pretrained is to load them."""
         return (
-            f"{self.reason}; if from_pretrained is to load the folder: ckptfix repair DIR --allow "
-            "dead-weights"
+            f"{self.reason}; if from_pretrained should load the folder: ckptfix repair DIR "
+            "--allow dead-weights"
         )
 
 
@@ -81,9 +81,10 @@ class ForeignWeights(DeadWeights, frozen=True):
     def advice(self) -> str:
         """Advice to save the model again without what the script puts around it."""
         return (
-            "the keys are of a module around the model, such as a LightningModule or a PeftModel, "
-            "or of another model: write the folder again with save_pretrained() of the inner "
-            "model (PEFT: after merge_and_unload()), or correct architectures in config.json"
+            "the keys belong to a module around the model, such as a LightningModule or a "
+            "PeftModel, or to another model: write the folder again with save_pretrained() of "
+            "the inner model (PEFT: after merge_and_unload()), or correct architectures in "
+            "config.json"
         )
 
 
@@ -107,9 +108,9 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` has another vocabulary, or another number of layers or experts, than the "
-        "tensors, or than its list `layer_types`: `from_pretrained` of transformers fails, or "
-        "leaves layers random"
+        "`config.json` disagrees with the tensors on the vocabulary size or the number of layers "
+        "or experts, or with its own list `layer_types`: `from_pretrained` of transformers "
+        "fails, or leaves layers random"
     )
 
     model: str
@@ -122,8 +123,8 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.tensors} (expected {self.value}, as {self.setting} of config.json "
-            f"says); {self.model} of transformers {self.version} {self.effect}"
+            f"{self.path}: {self.tensors} (expected {self.value}, as set by {self.setting} in "
+            f"config.json); {self.model} of transformers {self.version} {self.effect}"
         )
 
     @property
@@ -137,14 +138,14 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring config and weights of one save together."""
         return (
-            "config and weights are of two saves, or a part of the weights is lost: copy both "
-            f"again from one save, or correct {self._settings()} in config.json if the tensors are "
-            "complete"
+            "config and weights come from two saves, or part of the weights is lost: copy both "
+            f"again from one save, or correct {self._settings()} in config.json if the tensors "
+            "are complete"
         )
 
     def _settings(self) -> str:
         """Return what is to be corrected: transformers refuses a list of another length."""
-        each = " (an item for each layer)" if self.lists else ""
+        each = " (one item per layer)" if self.lists else ""
         return series([self.setting, *self.lists]) + each
 
 
@@ -170,8 +171,8 @@ class ConfigOfState(MismatchedConfig, frozen=True):
     def advice(self) -> str:
         """Advice for a load by the config."""
         return (
-            "a resume loads into the model of the script; if from_pretrained is to load the "
-            f"folder: correct {self._settings()} in config.json"
+            "a resume loads into the script's model; if from_pretrained should load the folder, "
+            f"correct {self._settings()} in config.json"
         )
 
 
@@ -187,9 +188,9 @@ class MissingModel(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer without weights of any model, in the folder or below it, or a model's config "
-        "or a component of a diffusers pipeline or of sentence-transformers without its weights: "
-        "the copy or save was cut"
+        "an optimizer has no model weights in its folder or below it, or there are no weights "
+        "for a model's config or for a component of a diffusers pipeline or of "
+        "sentence-transformers: the copy or save was cut short"
     )
 
     model: str = ""
@@ -203,18 +204,18 @@ class MissingModel(Finding, frozen=True, kw_only=True):
             whole = "pipeline" if self.path.name == PIPELINE else "model"
             effect = f"so the {whole} cannot be loaded"
             if "Tokenizer" in self.model:
-                effect = "and diffusers loads an empty vocabulary in its place, without an error"
+                effect = "and diffusers silently loads an empty vocabulary instead"
             is_there = "is empty" if self.is_empty else "is missing"
             state = f"has no {self.lacks}" if self.lacks else is_there
             return f"{self.component}/ {state}: {self.path} lists it as {self.model}, {effect}"
         if self.model:
             where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
-            is_of = "lists a" if self.path.name == MODULES else "is of"
+            is_of = "lists a" if self.path.name == MODULES else "describes"
             return (
                 f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be "
                 f"loaded (expected {self.wanted})"
             )
-        return f"{self.path} is there, and no weights of a model, in this folder or below it"
+        return f"{self.path} exists, but there are no model weights in this folder or below it"
 
     @property
     def advice(self) -> str:
@@ -224,7 +225,7 @@ class MissingModel(Finding, frozen=True, kw_only=True):
         if self.component and self.path.name == PIPELINE:
             return (
                 f"copy the folder again; if the script passes {self.component}= to "
-                "from_pretrained, or the class of the pipeline takes none, ignore this"
+                "from_pretrained, or the pipeline class works without it, ignore this"
             )
         return (
             "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "

@@ -113,7 +113,7 @@ class AdapterKeys:
         elif self.are_several:
             yield SeveralAdapters(**facts)
         elif len(maps) > 1:
-            reason = "its keys begin with several wrappers, and a repair removes one of them"
+            reason = "its keys begin with different wrappers, and a repair removes only one of them"
             yield DoubtfulAdapter(**facts, reason=reason)
         elif key_map.inner or (
             key_map.insert
@@ -121,16 +121,17 @@ class AdapterKeys:
             and not self._load.config.get("base_model_name_or_path")
         ):
             # PEFT records the name of a base that is not wrapped itself when it is adapted.
-            reason = "a script that wraps its base before it adds the adapter finds these keys"
+            reason = "a script that wraps its base before it adds the adapter needs these keys"
             yield AdapterOfWrapped(**facts, reason=reason)
         elif self._load.states_of in ("save_state", "script"):
-            resumes = (
-                "load hook of the" if self._load.states_of == "save_state" else "resume by the"
+            reason = (
+                "the load hook of the script may look for these keys"
+                if self._load.states_of == "save_state"
+                else "the script may look for these keys when it resumes"
             )
-            reason = f"a {resumes} script may look for these keys"
             yield DoubtfulAdapter(**facts, reason=reason)
         elif self._names and self._has_unnamed:
-            reason = "only some of the keys have a name, so they may be of two adapters"
+            reason = "only some of the keys contain a name, so the file may hold two adapters"
             yield DoubtfulAdapter(**facts, reason=reason)
         elif names == ("default",) and not maps:
             yield NamedAdapter(**facts)
@@ -151,7 +152,7 @@ class AdapterKeys:
             "total": len(keys),
             "key": keys[0],
             "reason": (
-                f"a script that adds {prefix!r} itself, or loads into an adapted model, finds "
+                f"a script that adds {prefix!r} itself, or loads into an adapted model, needs "
                 "these keys"
             ),
         }

@@ -83,8 +83,8 @@ _OF_CLASSES = frozenset({"classifier", "score"})
 
 _AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
 _OF_TWO_RUNS = (
-    "config and weights are of two runs: copy both again from one save, or write the setting of the "
-    "run that trained them into adapter_config.json"
+    "config and weights come from different runs: copy both again from one save, or correct this "
+    "setting in adapter_config.json to that of the run that trained the weights"
 )
 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
@@ -119,7 +119,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
     kind = str(load.config["peft_type"])
     names = AdapterKeys(load, kind)
     if load.is_whole and not load.tensors:
-        yield _empty(load, "it holds no tensors", "PEFT loads nothing, and warns")
+        yield _empty(load, "it holds no tensors", "PEFT loads nothing, and only warns")
         yield from (Explained(UnknownState, file) for file in load.files)
         return
     of_names = list(names.findings())
@@ -131,10 +131,10 @@ def judge_adapter(load: Load) -> Iterator[Told]:
                 yield Explained(WrapperPrefix, file)
     lost = {key: None for key, tensor in load.tensors.items() if tensor.shape == (0,)}
     if lost:
-        tensors = f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}"
+        keys = f"{len(lost)} of {count_of(len(load.tensors), 'key')}"
         lacks = (
-            f"{tensors} hold no elements, such as {next(iter(lost))}, as ZeRO-3 leaves them in "
-            "each rank"
+            f"empty tensors, as ZeRO-3 leaves them on each rank, for {keys}, such as "
+            f"{next(iter(lost))}"
         )
         yield _empty(load, lacks, "PEFT fails with 'size mismatch'")
         for file in load.files:
@@ -203,11 +203,10 @@ def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterato
         if is_taken and not any(tensor.fqn.startswith("base_model.") for tensor in file.tensors):
             yield PassedOver(
                 path=load.path,
-                lacks=f"the Trainer passes over it, because {file.path} is there",
-                effect="a resume trains an adapter from its start, with the optimizer of this one",
+                lacks=f"the Trainer ignores it, because {file.path} is there",
+                effect="a resume trains a new adapter, with the optimizer state of this one",
                 remedy=(
-                    f"move {file.path} into a folder of its own; the adapter is intact, and PEFT "
-                    "loads it"
+                    f"move {file.path} to another folder; the adapter is intact, and PEFT loads it"
                 ),
             )
             return
@@ -232,10 +231,10 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
             lacks=lacks,
             effect=effect,
             remedy=(
-                "the weights are in no file of this folder: look for a global_step folder of "
+                "this folder does not contain the weights: look for a global_step folder of "
                 "DeepSpeed, or use another checkpoint; for the next save, gather the tensors of "
-                "ZeRO-3 (stage3_gather_16bit_weights_on_model_save), and give save_pretrained no "
-                "state_dict of a compiled model"
+                "ZeRO-3 (stage3_gather_16bit_weights_on_model_save), and do not pass the "
+                "state_dict of a compiled model to save_pretrained"
             ),
         )
     where = "this folder" if load.deepspeed == "." else f"{load.deepspeed}/"
@@ -246,9 +245,9 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
         lacks=lacks,
         effect=f"{effect}; a resume with DeepSpeed reads {where}",
         remedy=(
-            f"the weights are in {where}: merge them with DeepSpeed's zero_to_fp32.py, and take "
-            "the keys with 'lora_' of the result; set stage3_gather_16bit_weights_on_model_save "
-            "for the next run"
+            f"the weights are in {where}: merge them with DeepSpeed's zero_to_fp32.py, and keep "
+            "the keys with 'lora_' of the result; for the next run, set "
+            "stage3_gather_16bit_weights_on_model_save"
         ),
     )
 
@@ -287,8 +286,8 @@ def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
         yield IncompleteAdapter(
             path=load.path,
             lacks=(
-                f"{PROMPT} has {count_of(shape[1], 'column')} (expected {width}, as token_dim"
-                f"{' and num_layers' if kind == 'PREFIX_TUNING' else ''} of adapter_config.json says)"
+                f"{PROMPT} has {count_of(shape[1], 'column')} (expected {width}, from token_dim"
+                f"{' and num_layers' if kind == 'PREFIX_TUNING' else ''} in adapter_config.json)"
             ),
             effect="PEFT fails with 'size mismatch'",
             remedy=_OF_TWO_RUNS,
@@ -331,7 +330,7 @@ def _lone_parts(
                 lacks=(
                     f"{count_of(len(lone), 'module')} without {absent}, such as {name}{expected}"
                 ),
-                effect=f"PEFT makes {absent} anew, so that the training of these modules is lost",
+                effect=f"PEFT initializes {absent} again, so the training of these modules is lost",
                 remedy=_AGAIN,
             )
 
@@ -351,7 +350,7 @@ def _missing(
     if kind == "VERA" and load.config.get("save_projection") is True and not has_projections:
         yield IncompleteAdapter(
             path=load.path,
-            lacks="no vera_A and vera_B, and save_projection of adapter_config.json is true",
+            lacks="no vera_A or vera_B, although save_projection is true in adapter_config.json",
             effect="PEFT fails with ValueError",
             remedy=_OF_TWO_RUNS,
         )
@@ -367,18 +366,20 @@ def _missing(
         if not modules and not load.config.get("trainable_token_indices"):
             yield IncompleteAdapter(
                 path=load.path,
-                lacks=f"no tensor of {kind} for the target modules {list_names(targets)}",
-                effect="PEFT makes the adapter anew, and it does nothing",
+                lacks=f"no {kind} tensors for the target modules {list_names(targets)}",
+                effect="PEFT initializes the adapter again, and it has no effect",
                 remedy=_AGAIN,
             )
         elif absent and not _is_selective(load.config):
             yield UnneededParts(
                 path=load.path,
-                lacks=f"no tensor for the target {list_names(absent)} of adapter_config.json",
-                effect="if the base model has such modules, they stay as in the base",
+                lacks=(
+                    f"no tensors for {list_names(absent)} in target_modules of adapter_config.json"
+                ),
+                effect="if the base model has such modules, they keep the weights of the base",
                 remedy=(
-                    "right for a base model without them, as with a list for several models; "
-                    f"else: {_AGAIN}"
+                    "ignore this if the base model has no such modules, as when the list is for "
+                    f"several models; else {_AGAIN}"
                 ),
             )
     heads = _texts(load.config.get("modules_to_save"))
@@ -397,7 +398,7 @@ def _missing(
             yield (DoubtfulParts if is_doubtful else UnneededParts)(
                 path=load.path,
                 lacks=(
-                    f"no tensor for {list_names(absent)} of modules_to_save in adapter_config.json"
+                    f"no tensors for {list_names(absent)} in modules_to_save of adapter_config.json"
                 ),
                 effect="PEFT fails with KeyError if the base model has such a module",
                 remedy=f"{_AGAIN}; ignore this if the base model has no such module",
@@ -417,16 +418,16 @@ def _rows(load: Load) -> Iterator[IncompleteAdapter]:
     if not held:
         if rows:
             lacks, effect = (
-                f"no tensor for {setting} of adapter_config.json",
+                f"no tensors for {setting} in adapter_config.json",
                 "PEFT fails with KeyError",
             )
             remedy = _AGAIN
     elif not rows:
         lacks = (
-            f"{len(held)} of {count_of(len(load.tensors), 'tensor')} have no place by {setting} of "
-            f"adapter_config.json, such as {next(iter(held))}"
+            f"{setting} in adapter_config.json does not cover {len(held)} of "
+            f"{count_of(len(load.tensors), 'tensor')}, such as {next(iter(held))}"
         )
-        effect = "PEFT drops them without a word"
+        effect = "PEFT drops them silently"
     else:
         for module, count in held.items():
             # One list is for the input embedding, whatever its name is; a dict has a list for each.
@@ -435,7 +436,7 @@ def _rows(load: Load) -> Iterator[IncompleteAdapter]:
             if isinstance(wanted, list) and count != (len(wanted),):
                 lacks = (
                     f"{module} has {series([*map(str, count)])} trained rows (expected {len(wanted)}, "
-                    f"as {setting} of adapter_config.json says)"
+                    f"from {setting} in adapter_config.json)"
                 )
                 break
     if lacks:
@@ -458,9 +459,9 @@ def _turned(load: Load, parameters: Iterable[_Parameter]) -> Iterator[Incomplete
             yield IncompleteAdapter(
                 path=load.path,
                 lacks=(
-                    f"{parameter.key} is of a module that is {'no' if is_forward else 'a'} "
-                    f"feed-forward one, and feedforward_modules of adapter_config.json "
-                    f"{'has' if is_forward else 'lacks'} it"
+                    f"{parameter.key} {'does not have' if is_forward else 'has'} the shape for a "
+                    "feed-forward module, but feedforward_modules in adapter_config.json "
+                    f"{'lists' if is_forward else 'does not list'} its module"
                 ),
                 effect="PEFT fails with 'size mismatch'",
                 remedy=_OF_TWO_RUNS,
@@ -549,10 +550,10 @@ def _without_place(
     return (DoubtfulParts if placed else IncompleteAdapter)(
         path=load.path,
         lacks=(
-            f"{len(lost)} of {count_of(len(load.tensors), 'tensor')} have no place by {setting} of "
-            f"adapter_config.json, such as {lost[0].key}"
+            f"{setting} in adapter_config.json {'do' if ' and ' in setting else 'does'} not cover "
+            f"{len(lost)} of {count_of(len(load.tensors), 'tensor')}, such as {lost[0].key}"
         ),
-        effect="PEFT drops them without a word",
+        effect="PEFT drops them silently",
         remedy=_OF_TWO_RUNS,
     )
 
@@ -597,7 +598,8 @@ def _ranks(
     if type(rank) is not int or pattern_of is None:
         what = setting if type(rank) is not int else "rank_pattern"
         yield (
-            f"{load.path}: ranks of its tensors, because {what} of adapter_config.json is not plain"
+            f"{load.path}: ranks of its tensors, because {what} in adapter_config.json has an "
+            "unknown form"
         )
         return
     targets = frozenset(_texts(config.get("target_modules")))

@@ -51,13 +51,13 @@ _TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedC
 """Findings about keys and shapes, of which the load by the library itself is the better judge."""
 
 _NOBODY = (
-    "from_pretrained of transformers, PEFT and diffusers needs weights under their names, without "
-    "a variant, and a config.json or adapter_config.json of theirs next to them"
+    "from_pretrained of transformers, PEFT and diffusers needs weights under the library's own "
+    "file name, without a variant, next to the library's config.json or adapter_config.json"
 )
 
 _NAMELESS = (
-    f'{CONFIG} names no class; add it under architectures, such as ["LlamaForCausalLM"], as '
-    "model.save_pretrained does"
+    f"{CONFIG} does not name the model class; add it under architectures, such as "
+    '["LlamaForCausalLM"], as model.save_pretrained does'
 )
 
 
@@ -181,9 +181,9 @@ class Loaders:
                 if isinstance(source, str) and (folder.root / name / f"{source}.py").exists():
                     script = f"{name}/{source}.py"
         if not index or broken_config(folder.root / PIPELINE):
-            yield answer._replace(refused="it cannot be read")
+            yield answer._replace(refused=f"{PIPELINE} cannot be read")
         elif script:
-            yield answer._replace(unchecked=f"{script} is code, which is never run")
+            yield answer._replace(unchecked=f"{script} is custom code, which ckptfix never runs")
         else:
             yield self._answer(Asked("diffusers", PIPELINE, {PIPELINE: index}, {}), answer)
 

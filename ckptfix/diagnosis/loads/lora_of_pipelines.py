@@ -29,7 +29,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     LoraOfComponent,
     LoraOfSeveral,
 )
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, series
 
 _COMPONENTS = frozenset(
     {
@@ -133,16 +133,21 @@ def judge_lora(load: Load) -> Iterator[Told]:
     is_converted = any(part in key for key in load.tensors for part in _OF_CONVERTERS)
     dead = [key for key in keys if _is_dead(key, is_converted=is_converted)]
     of_others = [key.key for key in set(keys).difference(dead) if not _is_plain(key)]
-    words = "whether it has these components and modules, whether every module has tensors"
+    questions = [
+        "whether it has these components and modules",
+        "whether every module has tensors",
+    ]
     if of_others:
-        words += f", and whether it converts keys such as {min(of_others)!r}"
+        questions.append(f"whether it converts keys such as {min(of_others)!r}")
+    leaves_out = ""
     # save_lora_adapter of a model writes no component, and neither do hooks of some scripts.
     is_of_model = not any(key.component or key.is_wrapped or key.is_of_peft for key in dead)
     if dead and is_of_model and (load.states_of or _is_of_model(load.metadata)):
-        words += (
-            ", and whether a script loads these keys without a component (load_lora_adapter with "
-            "prefix=None); load_lora_weights of a pipeline leaves them out"
+        questions.append(
+            "whether a script loads these keys without a component (load_lora_adapter with "
+            "prefix=None)"
         )
+        leaves_out = "; load_lora_weights of a pipeline leaves them out"
     elif dead:
         # Settings of a pipeline show that a pipeline is to load the file.
         may_be_of_model = is_of_model and _METADATA not in load.metadata
@@ -158,7 +163,7 @@ def judge_lora(load: Load) -> Iterator[Told]:
             effect="load_lora_weights of diffusers loads nothing, without an error",
             remedy=_AGAIN,
         )
-    yield f"{load.path} against its pipeline: {words}"
+    yield f"{load.path} against its pipeline: {series(questions)}{leaves_out}"
 
 
 def _split(key: str) -> _Key:
@@ -231,11 +236,14 @@ def _finding(
         "names": (key_map.adapter,) if key_map is not None and key_map.adapter else (),
     }
     if load.states_of in ("save_state", "script"):
-        resumes = "load hook of the" if load.states_of == "save_state" else "resume by the"
-        reason = f"the {resumes} script may look for these keys"
+        reason = (
+            "the load hook of the script may look for these keys"
+            if load.states_of == "save_state"
+            else "the script may look for these keys when it resumes"
+        )
         return DoubtfulLora(**facts, reason=reason)
     if may_be_of_model and key_map is not None:
-        reason = "a script that calls load_lora_adapter of the model with prefix=None loads them"
+        reason = "a script that calls model.load_lora_adapter with prefix=None loads them"
         return DoubtfulLora(**facts, reason=reason)
     if key_map is None or collisions(load.tensors, key_map):
         return LoraOfSeveral(**facts)
@@ -326,14 +334,14 @@ def _lone_halves(load: Load) -> Iterator[IncompleteAdapter]:
     effect = (
         "load_lora_weights of diffusers fails"
         if fails
-        else "diffusers makes the missing ones anew without an error, so that the training of "
-        "these modules is lost"
+        else "diffusers initializes the missing ones without an error, so the training of these "
+        "modules is lost"
     )
     yield IncompleteAdapter(
         path=load.path,
         lacks=(
-            f"{count_of(len(lone), 'tensor')} of LoRA without the second matrix of the module, "
-            f"such as {key} (expected {absent}, too)"
+            f"{count_of(len(lone), 'LoRA tensor')} without the second matrix of the module, such "
+            f"as {key} (expected {absent} as well)"
         ),
         effect=effect,
         remedy=_AGAIN,

@@ -81,13 +81,14 @@ class LoadOutcome(NamedTuple):
         if self.components is not None:
             used, end = (
                 count_of(self.components, "component"),
-                ", no more are needed" if is_all else "",
+                ", none is missing" if is_all else "",
             )
         loads = f"{self.loads} from " if self.loads else ""
         colour = "red" if self.status else None
         yield line(f"  load: {self.library}, {loads}{self.path}: {used}{end}", colour=colour)
         for words, keys in (
-            ("random after the load", self.missing), ("unused, though of the adapter", self.dead),
+            ("random after the load", self.missing),
+            ("unused, though part of the adapter", self.dead),
             ("ignored", self.unexpected),
         ):  # fmt: skip
             if keys:
@@ -95,20 +96,22 @@ class LoadOutcome(NamedTuple):
         if self.mismatched:
             key, shape, expected = self.mismatched[0]
             yield line(
-                f"    of another shape: {count_of(len(self.mismatched), 'key')}, such as {key!r} "
+                f"    wrong shape: {count_of(len(self.mismatched), 'key')}, such as {key!r} "
                 f"(expected {list(expected)}, found {list(shape)})"
             )
         if self.refused:
             yield line(f"    it fails: {self.refused}")
         if self.status:
             library = self.library.partition(" ")[0]
-            base = ", or correct base_model_name_or_path if that is another model"
+            base = ", or correct base_model_name_or_path if it names a different model"
             yield line(
                 "    help: copy the config and the weights again from one save, or load them with "
                 f"the version of {library} that saved them{base if library == 'peft' else ''}"
             )
         for words in self.contradicts:
-            yield line(f"    by its headers alone: {words}; the answer of {self.library} counts")
+            yield line(
+                f"    the headers alone suggest: {words}; trust the result of {self.library}"
+            )
 
 
 def read_outcome(said: Mapping[str, Any]) -> LoadOutcome:

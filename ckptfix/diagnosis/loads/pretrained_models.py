@@ -53,16 +53,15 @@ _DEEPER = ".base_layer."
 
 _RESUMES = {
     "save_state": (
-        "save_state wrote the folder, and load_state finds these keys in a model that the script "
-        "wraps"
+        "save_state wrote the folder, and load_state needs these keys if the script wraps its model"
     ),
     "Trainer": (
-        "a Trainer whose script compiles or wraps the model itself resumes with these keys, one "
-        "of the bare model with random weights"
+        "if the script compiles or wraps the model itself, its Trainer needs these keys to resume; "
+        "with a bare model, the Trainer resumes with random weights"
     ),
     "script": (
-        "states of a training lie next to it, and a script that wraps its model resumes with "
-        "these keys"
+        "training states are next to it, and a script that wraps its model needs these keys to "
+        "resume"
     ),
 }
 """Whose states of a training lie next to weights behind a prefix -> who loads these keys."""
@@ -100,14 +99,14 @@ def judge_pretrained(load: Load) -> Iterator[Told]:
     asks = "; ckptfix check --load asks the library itself"
     if ADAPTER in load.configs:
         yield (
-            f"{CONFIG} against the weights: {ADAPTER} lies next to it, and from_pretrained puts "
-            "that adapter on these weights, whether they are merged with it or not (transformers 4 "
-            f"takes the base that it names){asks}"
+            f"{CONFIG} against the weights: {ADAPTER} is next to it, and from_pretrained adds that "
+            "adapter to these weights even if they are already merged with it (transformers 4 "
+            f"loads the base that the adapter names){asks}"
         )
         return
     if load.config.get("transformers_weights"):
         yield (
-            f"{CONFIG} against the weights: it names the file with the weights itself "
+            f"{CONFIG} against the weights: the config itself names the weights file "
             f"(transformers_weights){asks}"
         )
         return
@@ -136,11 +135,11 @@ def judge_pretrained(load: Load) -> Iterator[Told]:
     if why := names.unchecked():
         yield f"{CONFIG} against the weights: {why}{asks}"
     if "quantization_config" in load.config:
-        yield f"{load.path}: rows of its embeddings, because methods of quantization pack them"
+        yield f"{load.path}: rows of its embeddings, because quantization packs them"
     else:
         yield from _rows(load, known, placed)
     yield (
-        f"{load.path} against its class beyond prefixes, layers, experts and rows of embeddings "
+        f"{load.path} against its class beyond prefixes, layers, experts and embedding rows "
         f"(keys, shapes, settings){asks}"
     )
 
@@ -230,7 +229,7 @@ class _Names:
             "version": table_version(),
         }
         if len(chains) > 1:
-            reason = "its keys begin with several prefixes, and a repair removes one of them"
+            reason = "its keys begin with different prefixes, and a repair removes only one of them"
             yield MixedWeights(**facts, reason=reason)
         elif states_of:
             # A Trainer whose script compiles the model saves _orig_mod, and resumes exactly. It
@@ -265,10 +264,8 @@ class _Names:
             return ""
         # A load renames keys of these, and finds some that are not in the table.
         if known.is_renamed or "quantization_config" in config or not known.has_parts_of(config):
-            return (
-                f"{count_of(len(self._foreign), 'tensor')} that {known.name} may rename, or "
-                "leave out"
-            )
+            tensors = count_of(len(self._foreign), "tensor")
+            return f"{tensors} that {known.name} may rename or leave out"
         return ""
 
     def _is_wrapped(self) -> bool:
@@ -327,7 +324,7 @@ def _uncertain(load: Load, known: Architecture, placed: Sequence[_Placed]) -> It
     names = {str(each.attribute): None for each in sizes if known.size(load.config, each) is None}
     if names:
         yield (
-            f"{CONFIG} against the weights: {series(list(names))}, which it leaves out or another "
+            f"{CONFIG} against the weights: {series(list(names))}, which it omits or another "
             "config overrides; ckptfix check --load asks the library itself"
         )
 
@@ -432,7 +429,7 @@ def _numbers(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iter
 def _effect(parent: str) -> str:
     """Return what a load makes of the lost tensors of a module."""
     if parent.endswith("experts"):  # transformers 5 joins the experts of a layer
-        return "fails with mismatched sizes, and 4 leaves them random"
+        return "fails with mismatched sizes, transformers 4 leaves them random"
     return "leaves them random"
 
 

@@ -87,8 +87,8 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "bitsandbytes with 4 bits",
         _ends(r"\.quant_state\.bitsandbytes__(nf4|fp4)$"),
         "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4",
-        "transformers 5.23 loads the weights and fails in the first forward, 4.57 fails to load "
-        "them",
+        "transformers 5.23 loads the weights but fails in the first forward pass, 4.57 fails to "
+        "load them",
         QuantizationMismatch,
         "transformers fails with 'size mismatch'",
         (".weight", ".weight.absmax", ".weight.quant_map", _STATE),
@@ -97,16 +97,17 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "bitsandbytes with 8 bits",
         _ends(r"\.SCB$"),
         "model.layers.0.mlp.up_proj.SCB",
-        "transformers 5.23 loads the weights and fails in the first forward, 4.57 quantizes them",
+        "transformers 5.23 loads the weights but fails in the first forward pass, 4.57 quantizes "
+        "them",
         DoubtfulQuantization,
-        "transformers 5.23 takes the 8-bit numbers for weights, without an error",
+        "transformers 5.23 silently uses the 8-bit numbers as weights",
         (".weight", ".SCB"),
     ),
     _Format(
         "gptq",
         _is_packed,
         "model.layers.0.mlp.up_proj.qweight",
-        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without "
+        "transformers looks only for qweight, qzeros and scales, and leaves these layers without "
         "their weights",
         QuantizationMismatch,
         "transformers leaves these layers random",
@@ -115,7 +116,7 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "awq",
         _is_packed,
         "model.layers.0.mlp.up_proj.qweight",
-        "transformers looks for qweight, qzeros and scales alone, and leaves these layers without "
+        "transformers looks only for qweight, qzeros and scales, and leaves these layers without "
         "their weights",
         QuantizationMismatch,
         "transformers leaves these layers random",
@@ -124,10 +125,10 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "fp8",
         _is_fp8,
         "model.layers.0.mlp.up_proj.weight_scale_inv",
-        "on a GPU transformers 5.23 casts the weights to fp8 and leaves their scales random, on a "
+        "on a GPU, transformers 5.23 casts the weights to fp8 and leaves their scales random; on a "
         "CPU it loads them",
         DoubtfulQuantization,
-        "transformers 5.23 takes the weights without their scales, without an error",
+        "transformers 5.23 silently uses the weights without their scales",
     ),
     _Format(
         "mxfp4",
@@ -177,7 +178,9 @@ def judge_quantized(load: Load) -> Iterator[Finding | str]:
     else:
         known = _BY_METHOD.get(method) if isinstance(method, str) else None
     if known is None:
-        yield f"{load.path} against quantization_config: its method {method!r} is not known here"
+        yield (
+            f"{load.path} against quantization_config: ckptfix does not know the method {method!r}"
+        )
         return
     quantized = [key for key in load.tensors if _may_be_quantized(key, load.tensors)]
     if (
@@ -186,7 +189,7 @@ def judge_quantized(load: Load) -> Iterator[Finding | str]:
         and all(load.tensors[key].dtype.startswith("F8_E") for key in quantized)
     ):
         effect = (
-            "on a GPU transformers 5.23 leaves their scales random, on a CPU it takes the weights "
+            "on a GPU, transformers 5.23 leaves their scales random; on a CPU it uses the weights "
             "without them"
         )
     elif quantized:
@@ -227,7 +230,7 @@ def _lacking(load: Load, known: _Format) -> Iterator[Finding]:
             tensors=len(missing),
             key=next(iter(missing.values())),
             effect=(
-                "transformers fails in the load or in the first forward, or takes wrong numbers"
+                "transformers fails in the load or the first forward pass, or uses wrong numbers"
             ),
         )
 

@@ -21,8 +21,8 @@ def torch_unusable(facts: Facts) -> Iterator[Said]:
             f"torch cannot be used: {facts.torch.problem}",
             evidence=facts.torch.warnings or (f"import torch in {facts.software.executable}",),
             fix=(
-                f'try: {shell_path(facts.software.executable)} -c "import torch"; install it again '
-                "when this fails"
+                f'try: {shell_path(facts.software.executable)} -c "import torch"; if that fails, '
+                "reinstall torch"
             ),
         )
 
@@ -39,7 +39,7 @@ def driver_unusable(facts: Facts) -> Iterator[Said]:
     """
     torch, gpus = facts.torch, facts.machine.bus.gpus
     found = (str(gpu) for gpu in gpus)
-    node_words = f"/dev holds {facts.machine.device_nodes} of NVIDIA's device files"
+    node_words = f"/dev has {count_of(facts.machine.device_nodes, 'NVIDIA device file')}"
     evidence = (
         *torch.warnings,
         *found,
@@ -47,51 +47,51 @@ def driver_unusable(facts: Facts) -> Iterator[Said]:
         node_words,
     )
     fix = (
-        "run nvidia-smi (or rocm-smi); load or reinstall the driver; in a container give it the "
+        "run nvidia-smi (or rocm-smi); load or reinstall the driver; start a container with its "
         "GPUs (--gpus all)"
     )
     if torch.problem and torch.stage not in _IMPORTING:
-        yield say(f"torch cannot look at its devices: {torch.problem}", evidence=evidence, fix=fix)
+        yield say(f"torch cannot query its devices: {torch.problem}", evidence=evidence, fix=fix)
     elif not torch.problem and torch.builds and gpus and not torch.count and not _hides_all(facts):
         yield say(
-            f"torch was built for {', '.join(torch.builds)} and can use none of "
+            f"torch was built for {', '.join(torch.builds)}, but can use 0 of "
             f"{count_of(len(gpus), 'GPU')}",
             evidence=evidence,
             fix=fix,
         )
 
 
-@topic("cpu-only-torch", "this machine has a GPU, and torch is a CPU build", WARNING)
+@topic("cpu-only-torch", "this machine has a GPU, but torch is a CPU build", WARNING)
 def cpu_only_torch(facts: Facts) -> Iterator[Said]:
     """The wheel from the wrong index."""
     gpus = facts.machine.bus.gpus
     if gpus and facts.torch.version and not facts.torch.builds and not facts.torch.problem:
         yield say(
-            f"torch {facts.torch.version} is a CPU build, and this machine has "
+            f"torch {facts.torch.version} is a CPU build, but this machine has "
             f"{count_of(len(gpus), 'GPU')}",
             evidence=tuple(str(gpu) for gpu in gpus),
             fix="install a build for the GPU: https://pytorch.org/get-started/locally",
         )
 
 
-@topic("no-accelerator", "there is no GPU here: nothing about devices could be tried", NOTE)
+@topic("no-accelerator", "this machine has no GPU: nothing about devices could be tested", NOTE)
 def no_accelerator(facts: Facts) -> Iterator[Said]:
     """Said, so that silence about devices is not taken for health."""
     if not facts.torch.count and not facts.torch.problem and not facts.machine.bus.gpus:
         build = ", ".join(facts.torch.builds) or "a CPU build"
         yield say(
-            "there is no GPU here that torch can use: settings were read, and no device was tried",
+            "torch has no GPU to use: settings were read, but no device was tested",
             evidence=(
                 f"torch {facts.torch.version} ({build}) sees 0 devices",
                 "no GPU on the PCI bus",
             ),
-            fix="run this on the machine that trains",
+            fix="run this on the training machine",
         )
 
 
 @topic(
     "visible-devices-broken",
-    "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and "
+    "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA ignores it and "
     "all after it",
     WARNING,
 )
@@ -107,7 +107,9 @@ def visible_broken(facts: Facts) -> Iterator[Said]:
     twice = len(entries) != len(set(entries))
     if bad is None and not twice:
         return
-    what = "holds a device twice" if bad is None else f"names {bad!r}" if bad else "is empty"
+    what = "lists a device twice"
+    if bad is not None:
+        what = f"names {bad!r}, which does not exist" if bad else "has an empty entry"
     yield say(
         f"CUDA_VISIBLE_DEVICES={value} {what}: torch sees {facts.torch.count} of "
         f"{count_of(there, 'GPU')}",
@@ -136,7 +138,7 @@ def hidden_devices(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "device-order",
-    "torch numbers the GPUs in another order than `nvidia-smi`: fastest first, not by PCI address",
+    "torch numbers the GPUs differently from `nvidia-smi`: fastest first, not by PCI address",
     NOTE,
 )
 def device_order(facts: Facts) -> Iterator[Said]:
@@ -148,7 +150,7 @@ def device_order(facts: Facts) -> Iterator[Said]:
         return
     if all(addresses) and addresses != sorted(addresses):
         yield say(
-            "torch numbers the GPUs in another order than nvidia-smi and the PCI bus",
+            "torch numbers the GPUs in a different order than nvidia-smi and the PCI bus",
             evidence=tuple(
                 f"device {device.index}: {device.name} {device.pci}"
                 for device in facts.torch.devices
@@ -159,8 +161,8 @@ def device_order(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "old-driver-peer-copies",
-    "RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to "
-    "start are refused",
+    "RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and Accelerate may "
+    "refuse to start",
     WARNING,
 )
 def old_driver(facts: Facts) -> Iterator[Said]:
@@ -172,9 +174,10 @@ def old_driver(facts: Facts) -> Iterator[Said]:
     if not old or facts.torch.count < 2 or not driver or release(driver) >= release(_GOOD_DRIVER):
         return
     yield say(
-        f"driver {driver} with {old[0].name}: P2P copies do not work before {_GOOD_DRIVER}",
+        f"P2P copies do not work on {old[0].name} with driver {driver} (expected {_GOOD_DRIVER} "
+        "or newer)",
         evidence=(f"NVIDIA driver {driver}", *_what_starts(facts)),
-        fix=f"install a driver of {_GOOD_DRIVER} or newer, then: ckptfix doctor --peer-copies",
+        fix=f"install driver {_GOOD_DRIVER} or newer, then run: ckptfix doctor --peer-copies",
     )
 
 
@@ -187,8 +190,8 @@ def _what_starts(facts: Facts) -> Iterator[str]:
     """
     variables = "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"
     raises = (
-        f"Accelerator() raises NotImplementedError; export {variables.replace(' and', '')} lets it "
-        "start"
+        "Accelerator() raises NotImplementedError; to start anyway: export "
+        f"{variables.replace(' and', '')}"
     )
     start = start_of(facts)
     if {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= facts.variables.keys():
@@ -198,17 +201,17 @@ def _what_starts(facts: Facts) -> Iterator[str]:
         )
     elif facts.launch is None:
         yield (
-            f"accelerate launch of several processes sets {variables} itself, and training starts"
+            f"accelerate launch with several processes sets {variables} itself, so training starts"
         )
-        yield f"started in other ways, {raises}"
+        yield f"started in any other way, {raises}"
     elif start is not None and (start.count > 1 or any(is_given(facts, flag) for flag in SEVERAL)):
         yield (
             f"accelerate launch sets {variables} itself: training starts, and NCCL goes through "
             "host memory"
         )
     else:
-        yield f"started so, {raises}"
-    yield "tensor.to() and device_map copy directly in any case, and what arrives can be wrong"
+        yield f"with this command, {raises}"
+    yield "tensor.to() and device_map still copy directly, and the copies can be wrong"
 
 
 def _present(facts: Facts) -> int:

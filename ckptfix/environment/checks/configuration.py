@@ -128,13 +128,13 @@ def no_config(facts: Facts) -> Iterator[Said]:
     ):
         return  # the processes are counted on the command line
     start = start_of(facts)
-    many = f" {count_of(start.count, 'process')}" if start else " one process a device"
+    many = f" {count_of(start.count, 'process')}" if start else " one process per device"
     yield say(
         f"there is no Accelerate config: accelerate launch starts{many} here, and `python "
-        "SCRIPT` one",
+        "SCRIPT` starts one",
         evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),
         fix=(
-            "accelerate config, or say it each time: accelerate launch "
+            "accelerate config, or pass it each time: accelerate launch "
             f"{'--multi_gpu --num_processes N ' if count > 1 else '--num_processes 1 '}SCRIPT"
         ),
     )
@@ -154,11 +154,11 @@ def idle_devices(facts: Facts) -> Iterator[Said]:
     if start is not None and start.asked > start.count:
         return  # said by not_started
     if _is_python(facts):
-        reason, fix = ": python starts one process, and reads no config", "accelerate launch"
+        reason, fix = ": python starts one process and reads no config", "accelerate launch"
     elif _on_cpu(facts):
         reason, fix = (
             ": use_cpu is set",
-            "accelerate config (without use_cpu), then: accelerate launch",
+            "accelerate config (without use_cpu), then run: accelerate launch",
         )
     else:
         reason, fix = "", "accelerate launch"
@@ -166,8 +166,7 @@ def idle_devices(facts: Facts) -> Iterator[Said]:
         "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
     )
     yield say(
-        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay "
-        f"idle{reason}",
+        f"{used} of {count_of(count, 'visible device')} used, {count - used} idle{reason}",
         evidence=_config_evidence(facts),
         fix=(
             f"{fix} {flag}--num_processes {count * (start.machines if start else 1)} SCRIPT, or "
@@ -178,8 +177,8 @@ def idle_devices(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "processes-not-started",
-    "`num_processes` asks for several processes, and `accelerate launch` starts one without "
-    "`--multi_gpu`",
+    "`num_processes` asks for several processes, but without `--multi_gpu` `accelerate launch` "
+    "starts one",
     WARNING,
 )
 def not_started(facts: Facts) -> Iterator[Said]:
@@ -191,7 +190,7 @@ def not_started(facts: Facts) -> Iterator[Said]:
     on_cpu = _on_cpu(facts) or not facts.torch.count
     fix = f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number} SCRIPT" if on_cpu else ""
     yield say(
-        f"{number} processes are asked for, and accelerate launch starts 1: {start.why}",
+        f"{number} processes requested, but accelerate launch starts 1: {start.why}",
         evidence=_config_evidence(facts),
         fix=fix
         or f"accelerate launch --multi_gpu --num_processes {number * start.machines} SCRIPT, or accelerate config",
@@ -201,7 +200,7 @@ def not_started(facts: Facts) -> Iterator[Said]:
 @topic(
     "too-few-devices",
     "the config starts more processes than there are visible devices: accelerate puts several "
-    "on one",
+    "processes on one",
     WARNING,
 )
 def too_few_devices(facts: Facts) -> Iterator[Said]:
@@ -213,9 +212,9 @@ def too_few_devices(facts: Facts) -> Iterator[Said]:
         return
     if count == 0 and start.count == 1:
         return
-    what = "no device" if count == 0 else count_of(count, "device")
+    what = "no device" if count == 0 else f"only {count_of(count, 'device')}"
     yield say(
-        f"{_processes(start.count)} are to run on this machine, and {what} can be used",
+        f"{_processes(start.count)} will run on this machine, but torch can use {what}",
         evidence=_config_evidence(facts),
         fix=(
             f"accelerate launch --num_processes {max(count, 1) * start.machines} SCRIPT, "
@@ -226,7 +225,7 @@ def too_few_devices(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "overridden-devices",
-    "the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts",
+    "the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the launched processes",
     WARNING,
 )
 def overridden_devices(facts: Facts) -> Iterator[Said]:
@@ -235,9 +234,9 @@ def overridden_devices(facts: Facts) -> Iterator[Said]:
     if visible is None or listed in ("all", visible):
         return
     yield say(
-        f"CUDA_VISIBLE_DEVICES={visible} here, but accelerate launch sets it to gpu_ids: {listed}",
+        f"CUDA_VISIBLE_DEVICES={visible}, but accelerate launch replaces it with gpu_ids: {listed}",
         evidence=_config_evidence(facts),
-        fix="set one of the two: --gpu_ids all keeps CUDA_VISIBLE_DEVICES",
+        fix="set only one of the two; --gpu_ids all keeps CUDA_VISIBLE_DEVICES",
     )
 
 

@@ -36,7 +36,7 @@ def unloadable(facts: Facts) -> Iterator[Said]:
             (
                 str(files[0])
                 if len(files) == 1
-                else f"{files[0]}; {len(files) - 1} more files need the same"
+                else f"{files[0]}; the same applies to {count_of(len(files) - 1, 'more file')}"
             ),
             severity=NOTE if older else None,
             evidence=(
@@ -46,7 +46,7 @@ def unloadable(facts: Facts) -> Iterator[Said]:
                 ),
                 (
                     f"torch {facts.software.packages['torch'].version if torch else '?'}: "
-                    f"weights_only {'is not the default yet' if older else 'is the default'}"
+                    f"weights_only {'is not yet the default' if older else 'is the default'}"
                 ),
             ),
             fix=advice,
@@ -62,7 +62,7 @@ def unsafe(facts: Facts) -> Iterator[Said]:
                 str(item),
                 evidence=(f"{item.path}: {', '.join(item.globals)}",),
                 fix=(
-                    "do not load it; ckptfix check "
+                    "do not load it; for details: ckptfix check "
                     f"{shell_path(facts.folder.path if facts.folder else '')}"
                 ),
             )
@@ -70,7 +70,7 @@ def unsafe(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "weights-only-forced",
-    "a variable turns `weights_only` on or off for every `torch.load` of the process",
+    "an environment variable turns `weights_only` on or off for every `torch.load` of the process",
     WARNING,
 )
 def forced(facts: Facts) -> Iterator[Said]:
@@ -80,11 +80,11 @@ def forced(facts: Facts) -> Iterator[Said]:
     for name, effect in (
         (
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
-            "accelerate cannot load custom objects that hold a class",
+            "accelerate cannot load custom objects that contain a class",
         ),
         (
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-            "every torch.load that does not say otherwise runs what the file names",
+            "every torch.load without an explicit weights_only runs whatever code the file names",
         ),
     ):
         if facts.variables.get(name, "").lower() in _TRUE:
@@ -92,7 +92,7 @@ def forced(facts: Facts) -> Iterator[Said]:
                 f"{name}={facts.variables[name]}: {effect}",
                 evidence=(f"{name}={facts.variables[name]} in the environment",),
                 fix=(
-                    f"unset {name}, and allow single classes: "
+                    f"unset {name}, and allow individual classes: "
                     "torch.serialization.add_safe_globals([...])"
                 ),
             )
@@ -119,7 +119,7 @@ def splits_tie(facts: Facts) -> Iterator[Said]:
                 f"the device map splits tied weights: {split}",
                 severity=ERROR if tie.is_proven else WARNING,
                 evidence=(facts.device_map.source, tie.proof),
-                fix=f"give them one device, the one of {tie.names[0]}",
+                fix=f"put them all on the device of {tie.names[0]}",
             )
 
 
@@ -145,15 +145,15 @@ def incomplete(facts: Facts) -> Iterator[Said]:
             f"the device map has no device for {count_of(len(lost), 'tensor')}: {list_names(lost)}",
             evidence=(
                 facts.device_map.source,
-                f"names in {facts.folder.path}: {facts.folder.model}",
+                f"keys read from {facts.folder.path}: {facts.folder.model}",
             ),
-            fix="name their modules, or let it be made: device_map='auto'",
+            fix="add their modules, or let Accelerate make the map: device_map='auto'",
         )
 
 
 @topic(
     "device-map-unknown-module",
-    "the device map names modules that own no tensor of the checkpoint",
+    "the device map names modules that have no tensor in the checkpoint",
     NOTE,
 )
 def unknown_module(facts: Facts) -> Iterator[Said]:
@@ -170,10 +170,10 @@ def unknown_module(facts: Facts) -> Iterator[Said]:
     strange = [name for name in facts.device_map.entries if name not in owners]
     if strange:
         yield say(
-            f"the device map names {count_of(len(strange), 'module')} without a tensor in "
+            f"the device map names {count_of(len(strange), 'module')} without any tensor in "
             f"{facts.folder.path}",
             evidence=(facts.device_map.source, *collapse_layers(strange)),
-            fix="compare them with the model's modules: a misspelt name moves nothing",
+            fix="compare them with the model's modules: a misspelled name has no effect",
         )
 
 
@@ -190,7 +190,7 @@ def missing_device(facts: Facts) -> Iterator[Said]:
     if absent:
         yield say(
             f"the device map names device {', '.join(str(device) for device in absent)}, "
-            f"and torch sees {count_of(facts.torch.count, 'device')}, numbered from 0",
+            f"but torch sees {count_of(facts.torch.count, 'device')}, numbered from 0",
             evidence=(facts.device_map.source,),
             fix="change the map, or make the devices visible",
         )
@@ -198,7 +198,7 @@ def missing_device(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "device-map-offloads",
-    "part of the model is offloaded: `load_state` leaves it as it is, with no more than a warning",
+    "part of the model is offloaded: `load_state` leaves it unchanged and only warns",
     NOTE,
 )
 def offloads(facts: Facts) -> Iterator[Said]:
@@ -215,7 +215,7 @@ def offloads(facts: Facts) -> Iterator[Said]:
             f"{count_of(len(modules), 'module')} offloaded to {' and '.join(map(str, away))}",
             evidence=(facts.device_map.source, *collapse_layers(modules)),
             fix=(
-                "load before dispatching: load_checkpoint_and_dispatch; ckptfix's "
-                "load_state_tolerant fills them, too"
+                "load before dispatching (load_checkpoint_and_dispatch), or use ckptfix's "
+                "load_state_tolerant, which loads them too"
             ),
         )

@@ -15,13 +15,14 @@ from ckptfix.wording import count_of
 
 _PROBE = "ckptfix doctor --peer-copies"
 _STAGE = (
-    'ckptfix.devices.dispatch_model(..., safe_transfers="auto") copies such pairs through the host'
+    'use ckptfix.devices.dispatch_model(..., safe_transfers="auto"), which copies such pairs '
+    "through the host"
 )
 
 
 @topic(
     "pair-not-healthy",
-    "the probe saw wrong or late data, a hang, or could not prove a pair of devices",
+    "the probe saw wrong or late data or a hang between two devices, or could not prove the pair",
     ERROR,
     WARNING,
 )
@@ -32,31 +33,29 @@ def unhealthy(facts: Facts) -> Iterator[Said]:
             yield say(
                 pair_sentence(found.pair, found.verdict, found.kind),
                 severity=WARNING if found.verdict == "inconclusive" else ERROR,
-                evidence=("the last run of the probe on this hardware, driver and boot",),
-                fix=f"{_STAGE}; to measure again: {_PROBE}",
+                evidence=("from the last run of the probe on this hardware, driver and boot",),
+                fix=f"{_STAGE}; to test again: {_PROBE}",
             )
 
 
 @topic(
     "pairs-unproven",
-    "there are two or more devices, and the probe has not been run on this hardware, driver "
-    "and boot",
+    "there are two or more devices, but the probe has not run on this hardware, driver and boot",
     NOTE,
 )
 def unproven(facts: Facts) -> Iterator[Said]:
     """Asked of those who could have an answer."""
     if facts.torch.count >= 2 and facts.torch.verdicts is None:
         yield say(
-            f"nobody has checked the copies between these {facts.torch.count} devices",
-            evidence=("no verdict is kept for this hardware, driver, boot and torch",),
+            f"copies between these {facts.torch.count} devices have not been tested",
+            evidence=("no verdict is stored for this hardware, driver, boot and torch",),
             fix=_PROBE,
         )
 
 
 @topic(
     "nccl-hides-peer-copies",
-    "NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use "
-    "them",
+    "P2P copies are off for NCCL: training works, but `.to()` and `device_map` still use them",
     WARNING,
     NOTE,
 )
@@ -72,20 +71,19 @@ def nccl_hides(facts: Facts) -> Iterator[Said]:
             never, always = value in ("LOC", "0"), value in ("SYS", "5")
         if always:
             continue
-        what = "uses no P2P copies" if never else "uses P2P copies only between near GPUs"
+        what = "uses no P2P copies" if never else "uses P2P copies only between nearby GPUs"
         yield say(
             f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and "
             "generate() still do",
             severity=WARNING if facts.torch.count >= 2 else NOTE,
             evidence=(f"{setting.name}={setting.value} in {setting.source}",),
-            fix=f"find out whether they are right: {_PROBE}; {_STAGE}",
+            fix=f"test whether these copies are correct: {_PROBE}; {_STAGE}",
         )
 
 
 @topic(
     "iommu-translates",
-    "the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and "
-    "hangs",
+    "the IOMMU translates the addresses that GPUs use: a known cause of wrong P2P copies and hangs",
     WARNING,
 )
 def iommu_translates(facts: Facts) -> Iterator[Said]:
@@ -97,15 +95,15 @@ def iommu_translates(facts: Facts) -> Iterator[Said]:
         return
     options = facts.machine.boot_options("intel_iommu", "amd_iommu", "iommu", "pcie_acs_override")
     yield say(
-        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, "
-        "slow or hang",
+        f"the IOMMU translates addresses for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can "
+        "be wrong or slow, or hang",
         evidence=(
             *(f"{gpu.address} is in an IOMMU group of type {gpu.iommu}" for gpu in gpus),
-            f"booted with: {' '.join(options) or 'no option about the IOMMU'}",
+            f"booted with: {' '.join(options) or 'no IOMMU option'}",
         ),
         fix=(
-            "boot with iommu=pt, or with the IOMMU (VT-d, AMD-Vi) off, where nobody needs it; "
-            f"then: {_PROBE}"
+            "boot with iommu=pt or, if nothing needs the IOMMU (VT-d, AMD-Vi), turn it off; then "
+            f"run: {_PROBE}"
         ),
     )
 
@@ -123,20 +121,20 @@ def acs_redirects(facts: Facts) -> Iterator[Said]:
     yield say(
         f"ACS redirects peer traffic to the CPU at {count_of(len(bridges), 'PCI bridge')}",
         evidence=tuple(
-            f"{bridge}: request or completion redirect is on in its ACS control"
+            f"{bridge}: its ACS control enables request or completion redirect"
             for bridge in bridges
         ),
         fix=(
-            f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000 for each (until the next boot), or "
-            f"in the BIOS; {_PROBE}"
+            f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000 for each bridge (until the next "
+            f"boot), or turn ACS off in the BIOS; then run: {_PROBE}"
         ),
     )
 
 
 @topic(
     "distant-pair",
-    "two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break "
-    "most",
+    "two GPUs reach each other only through the CPU (PHB, NODE or SYS), where P2P copies fail "
+    "most often",
     NOTE,
 )
 def distant_pair(facts: Facts) -> Iterator[Said]:
@@ -152,7 +150,7 @@ def distant_pair(facts: Facts) -> Iterator[Said]:
     }
     if far:
         yield say(
-            f"{count_of(len(far), 'pair')} of GPUs reach each other through the CPU only",
+            f"{count_of(len(far), 'GPU pair')} connected only through the CPU",
             evidence=tuple(
                 f"{' and '.join(sorted(ends))}: {way.name}, {way.value}"
                 for ends, way in far.items()
@@ -168,7 +166,7 @@ def pair_sentence(pair: tuple[int, int], verdict: str, kind: str) -> str:
         "wrong": f"arrive wrong ({kind})" if kind else "arrive wrong",
         "hang": "hang",
         "inconclusive": "are not proven",
-        "unusable": "cannot be tried",
+        "unusable": "cannot be tested",
     }
     return f"copies from device {source} to device {destination} {words.get(verdict, verdict)}"
 

@@ -18,7 +18,7 @@ from ckptfix.storage.paths import shell_path
 
 @topic(
     "prepared-twice",
-    "the script gives a model to `prepare()` twice: in several processes `save_state` writes "
+    "the script passes a model to `prepare()` twice: with several processes, `save_state` writes "
     "it twice",
     WARNING,
     NOTE,
@@ -31,16 +31,16 @@ def prepared_twice(facts: Facts) -> Iterator[Said]:
     if not uses.twice:
         return
     names = ", ".join(dict.fromkeys(one.name for one in uses.twice))
-    guard = "the Accelerator of ckptfix returns the model of the first call"
+    guard = "ckptfix's Accelerator returns the model from the first call"
     yield say(
-        f"{names} is given to prepare() twice: "
-        + (guard if facts.is_guarded else "in several processes save_state writes it twice"),
+        f"the script passes {names} to prepare() twice: "
+        + (guard if facts.is_guarded else "with several processes, save_state saves duplicates"),
         severity=NOTE if facts.is_guarded else WARNING,
         evidence=_shown(
             [place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]
         ),
         fix=(
-            "call prepare() once for each model and keep what it returns; or start it with: "
+            "call prepare() once per model and keep what it returns; or start the script with: "
             "ckptfix run SCRIPT"
         ),
     )
@@ -49,7 +49,7 @@ def prepared_twice(facts: Facts) -> Iterator[Said]:
 @topic(
     "wrapped-before-prepare",
     "a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys "
-    "get `module.`",
+    "get a `module.` prefix",
     WARNING,
 )
 def wrapped_early(facts: Facts) -> Iterator[Said]:
@@ -58,16 +58,16 @@ def wrapped_early(facts: Facts) -> Iterator[Said]:
     if found:
         names = ", ".join(dict.fromkeys(one.name for one in found))
         yield say(
-            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state "
-            "writes begin with 'module.', and another script does not load them",
+            f"prepare() wraps {names} a second time: save_state writes keys that begin with "
+            "'module.', and other scripts cannot load them",
             evidence=_shown([place for one in found for place in (one.wrapped, one.prepared)]),
-            fix="give prepare() the bare model: it wraps it in DDP by itself",
+            fix="pass the bare model to prepare(), which wraps it in DDP itself",
         )
 
 
 @topic(
     "script-not-python",
-    "the script, or a cell of the notebook, is not Python that this version can read",
+    "the script, or a notebook cell, is not Python that this version can read",
     ERROR,
 )
 def not_python(facts: Facts) -> Iterator[Said]:
@@ -108,16 +108,16 @@ def unknown_name(facts: Facts) -> Iterator[Said]:
             f"{owner} has no {last}{instead}",
             evidence=_shown(where),
             fix=(
-                f"write {near[0]}"
+                f"use {near[0]}"
                 if near
-                else f"look for its new place: python -c 'import {owner}; help({owner})'"
+                else f"look for its new location: python -c 'import {owner}; help({owner})'"
             ),
         )
 
 
 @topic(
     "accelerator-before-notebook-launcher",
-    "an Accelerator is made at module level before `notebook_launcher`: ValueError",
+    "an Accelerator is created at module level before `notebook_launcher`: ValueError",
     ERROR,
 )
 def made_early(facts: Facts) -> Iterator[Said]:
@@ -127,12 +127,9 @@ def made_early(facts: Facts) -> Iterator[Said]:
     early = _before_launch(facts, _uses(facts).made_early)
     if early:
         yield say(
-            "an Accelerator is made before notebook_launcher starts its processes: ValueError",
+            "an Accelerator is created before notebook_launcher starts its processes: ValueError",
             evidence=_shown(early),
-            fix=(
-                "make the Accelerator inside the function that is launched, then restart the "
-                "notebook"
-            ),
+            fix="create the Accelerator inside the launched function, then restart the notebook",
         )
 
 
@@ -147,10 +144,10 @@ def touched_early(facts: Facts) -> Iterator[Said]:
     early = _before_launch(facts, _uses(facts).touched_early)
     if early:
         yield say(
-            "a device is used before notebook_launcher forks: Cannot re-initialize CUDA in forked "
-            "subprocess",
+            "a device is used before notebook_launcher forks, which then fails with: Cannot "
+            "re-initialize CUDA in forked subprocess",
             evidence=_shown(early),
-            fix="move it into the function that is launched, then restart the notebook",
+            fix="move it into the launched function, then restart the notebook",
         )
 
 
@@ -165,16 +162,16 @@ def plain_backward(facts: Facts) -> Iterator[Said]:
     uses = _uses(facts)
     if uses.accelerators and uses.backwards:
         yield say(
-            "loss.backward() instead of accelerator.backward(loss): with accumulation gradients "
-            "are too large, with fp16 the updates vanish; nothing is raised",
+            "loss.backward() instead of accelerator.backward(loss): gradients are too large with "
+            "accumulation, and updates vanish with fp16; no error is raised",
             evidence=_shown(uses.backwards),
-            fix="accelerator.backward(loss); at run time: ckptfix run SCRIPT warns of it",
+            fix="call accelerator.backward(loss); at run time, ckptfix run SCRIPT warns about it",
         )
 
 
 @topic(
     "deepspeed-several-models",
-    "several models or optimizers for one Accelerator under DeepSpeed, which takes one of each",
+    "several models or optimizers for one Accelerator under DeepSpeed, which accepts one of each",
     WARNING,
 )
 def deepspeed_models(facts: Facts) -> Iterator[Said]:
@@ -199,11 +196,11 @@ def deepspeed_models(facts: Facts) -> Iterator[Said]:
         several = [", ".join(names) for names in (models, optimizers) if len(names) > 1]
         if several:
             yield say(
-                f"{same[0].accelerator}.prepare is given {' and '.join(several)} under DeepSpeed, "
-                "which takes one model and one optimizer for each Accelerator",
+                f"{same[0].accelerator}.prepare() receives {' and '.join(several)} under "
+                "DeepSpeed, which accepts one model and one optimizer per Accelerator",
                 evidence=(*_shown([call.place for call in same]), *reasons),
                 fix=(
-                    "one Accelerator with its own DeepSpeedPlugin for each model (accelerate's "
+                    "use one Accelerator with its own DeepSpeedPlugin per model (accelerate's "
                     "guide: Using multiple models with DeepSpeed)"
                 ),
             )
@@ -211,8 +208,8 @@ def deepspeed_models(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "device-map-in-training",
-    "a model is loaded with `device_map` and prepared for training: refused in more than one "
-    "process",
+    "a model is loaded with `device_map` and prepared for training: ValueError with several "
+    "processes",
     WARNING,
 )
 def map_in_training(facts: Facts) -> Iterator[Said]:
@@ -221,7 +218,7 @@ def map_in_training(facts: Facts) -> Iterator[Said]:
     if uses.device_maps and uses.prepared:
         yield say(
             "a model is loaded with device_map, and models are prepared for training: ValueError "
-            "in several processes",
+            "with several processes",
             evidence=_shown([*uses.device_maps, *(call.place for call in uses.prepared)]),
             fix=(
                 "load it without device_map, or start one process: accelerate launch "
@@ -261,7 +258,7 @@ def _shown(places: "list[SourceLine] | tuple[SourceLine, ...]") -> tuple[str, ..
 
 @topic(
     "flags-before-script",
-    "options before the script's name are taken, or refused, by `accelerate launch`",
+    "options before the script's name go to `accelerate launch`, which uses or rejects them",
     ERROR,
     WARNING,
     NOTE,
@@ -274,10 +271,9 @@ def before(facts: Facts) -> Iterator[Said]:
     if launch is not None and launch.unknown:
         names = ", ".join(option.text for option in launch.unknown)
         yield say(
-            f"{names} is before the script's name, and accelerate launch has no such option: it "
-            "refuses",
+            f"accelerate launch rejects options that it does not have: {names}",
             evidence=(" ".join(launch.words),),
-            fix=f"put the script's options behind its name: {_reordered(launch, launch.unknown)}",
+            fix=f"put the script's options after its name: {_reordered(launch, launch.unknown)}",
         )
     if not own:
         return
@@ -286,19 +282,19 @@ def before(facts: Facts) -> Iterator[Said]:
         if taken:
             names = ", ".join(option.text for option in taken)
             yield say(
-                f"{names} is before the script's name: accelerate launch takes it, the script "
-                "never sees it",
+                "options before the script's name go to accelerate launch, not to the script: "
+                f"{names}",
                 severity=WARNING,
-                evidence=(" ".join(launch.words), f"the script has its own {names}"),
-                fix=f"where it is meant for the script: {_reordered(launch, taken)}",
+                evidence=(" ".join(launch.words), f"the script also defines {names}"),
+                fix=f"if meant for the script: {_reordered(launch, taken)}",
             )
         return
     shared = sorted(own & facts.software.accelerate.options.keys())
     if shared:
         names = ", ".join(f"--{name}" for name in shared)
         yield say(
-            f"the script and accelerate launch both have {names}: before the script's name it is "
-            "accelerate's",
+            f"the script and accelerate launch both define {names}: options before the script's "
+            "name go to accelerate launch",
             severity=NOTE,
             evidence=(f"{facts.script.path if facts.script else ''} defines {names}",),
             fix="accelerate launch [its options] SCRIPT [the script's options]",
@@ -307,7 +303,7 @@ def before(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "launch-flags-behind-script",
-    "options of `accelerate launch` after the script's name go to the script, and have no effect",
+    "`accelerate launch` options after the script's name go to the script and have no effect",
     WARNING,
 )
 def behind(facts: Facts) -> Iterator[Said]:
@@ -325,17 +321,16 @@ def behind(facts: Facts) -> Iterator[Said]:
     if lost:
         names = ", ".join(option.text for option in lost)
         yield say(
-            f"{names} is after the script's name: it goes to the script, and accelerate launch "
-            "does not see it",
+            f"options after the script's name go to the script, not to accelerate launch: {names}",
             evidence=(" ".join(launch.words), "the script defines no such option"),
-            fix=f"put it before: accelerate launch {names} ... {launch.script}",
+            fix=f"write: accelerate launch {names} ... {launch.script}",
         )
 
 
 @topic(
     "scheduler-not-prepared",
-    "a scheduler is never given to `prepare()`: no checkpoint has it, and a resumed run starts it "
-    "again",
+    "a scheduler is never passed to `prepare()`: checkpoints do not contain it, and a resumed run "
+    "restarts it",
     WARNING,
 )
 def scheduler_not_prepared(facts: Facts) -> Iterator[Said]:
@@ -343,11 +338,11 @@ def scheduler_not_prepared(facts: Facts) -> Iterator[Said]:
     uses = _uses(facts)
     if uses.saves and uses.schedulers:
         yield say(
-            "a scheduler is stepped, but never prepared: save_state does not save it, so after a "
-            "resume the learning rate starts again",
+            "a scheduler is stepped but never prepared: save_state does not save it, so a resume "
+            "restarts the learning rate schedule",
             evidence=_shown((*uses.schedulers, *uses.saves)),
             fix=(
-                "scheduler = accelerator.prepare(scheduler), or "
+                "call scheduler = accelerator.prepare(scheduler), or "
                 "accelerator.register_for_checkpointing(scheduler)"
             ),
         )
@@ -355,8 +350,8 @@ def scheduler_not_prepared(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "resume-never-loads",
-    "the script has an option to resume and calls `save_state`, but never `load_state`: it starts "
-    "anew",
+    "the script has an option to resume and calls `save_state`, but never `load_state`: a resumed "
+    "run starts from scratch",
     WARNING,
 )
 def resume_never_loads(facts: Facts) -> Iterator[Said]:
@@ -364,10 +359,10 @@ def resume_never_loads(facts: Facts) -> Iterator[Said]:
     uses = _uses(facts)
     if uses.resume_options and uses.saves and not (uses.loads or uses.loads_otherwise):
         yield say(
-            "the script has an option to resume, and no line loads a state: a resumed run starts "
-            "anew",
+            "the script has an option to resume, but no line loads a state: a resumed run starts "
+            "from scratch",
             evidence=_shown((*uses.resume_options, *uses.saves)),
-            fix="accelerator.load_state(folder) after prepare()",
+            fix="call accelerator.load_state(folder) after prepare()",
         )
 
 

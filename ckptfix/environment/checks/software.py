@@ -17,7 +17,7 @@ def not_installed(facts: Facts) -> Iterator[Said]:
     if "accelerate" not in facts.software.packages:
         yield say(
             "accelerate is not installed in this Python",
-            evidence=(f"{facts.software.executable} knows no package of this name",),
+            evidence=(f"{facts.software.executable} has no package of this name",),
             fix=f"{shell_path(facts.software.executable)} -m pip install accelerate",
         )
 
@@ -31,12 +31,12 @@ def not_on_path(facts: Facts) -> Iterator[Said]:
     """Installed, but its command cannot be found."""
     if "accelerate" in facts.software.packages and facts.software.command is None:
         yield say(
-            "accelerate is installed, but no command of this name is on the PATH",
+            "accelerate is installed, but its command is not on the PATH",
             evidence=(
                 (
-                    f"it is {facts.software.next_to_python}"
+                    f"the command is {facts.software.next_to_python}"
                     if facts.software.next_to_python
-                    else "nor next to this Python"
+                    else "the command is not next to this Python either"
                 ),
             ),
             fix=(
@@ -48,7 +48,7 @@ def not_on_path(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "accelerate-of-other-python",
-    "the `accelerate` command on the PATH starts another Python than this one",
+    "the `accelerate` command on the PATH starts a different Python",
     WARNING,
 )
 def other_python(facts: Facts) -> Iterator[Said]:
@@ -56,7 +56,7 @@ def other_python(facts: Facts) -> Iterator[Said]:
     command = facts.software.command
     if command is not None and not command.is_ours:
         yield say(
-            f"the accelerate on the PATH starts {command.interpreter}, and this is "
+            f"the accelerate command on the PATH starts {command.interpreter}, not "
             f"{facts.software.executable}",
             evidence=(f"the first line of {command.path} names {command.interpreter}",),
             fix=f"{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
@@ -83,15 +83,15 @@ def python_too_old(facts: Facts) -> Iterator[Said]:
                 f"{package.name} needs {package.requires_python}" for package in refusing
             )
             yield say(
-                f"{path} is Python {_dotted(version)}, and {needs}",
+                f"{path} is Python {_dotted(version)}, but {needs}",
                 evidence=tuple(
-                    f"{package.name} {package.version} says Requires-Python: "
+                    f"{package.name} {package.version} has Requires-Python: "
                     f"{package.requires_python}"
                     for package in refusing
                 ),
                 fix=(
-                    "use a newer Python, or older packages: accelerate 1.10 is the last for "
-                    "Python 3.9"
+                    "use a newer Python, or older packages: accelerate 1.10 is the last version "
+                    "for Python 3.9"
                 ),
             )
 
@@ -125,15 +125,12 @@ def no_compiler(facts: Facts) -> Iterator[Said]:
         f"missing: {', '.join(missing)}",
         severity=WARNING if needs or places else NOTE,
         evidence=(
-            *(
-                f"{name} is installed and may build its kernels when it is first used"
-                for name in needs
-            ),
+            *(f"{name} is installed and may build its kernels on first use" for name in needs),
             *(str(place) for place in places),
             f"found on the PATH: {', '.join(software.compilers) or 'no compiler'}",
         ),
         fix=(
-            "install the compiler: apt-get install build-essential python3-dev, or conda install "
+            "install a compiler: apt-get install build-essential python3-dev, or conda install "
             "-c conda-forge gxx"
         ),
     )

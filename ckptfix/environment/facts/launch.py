@@ -129,7 +129,7 @@ def _words(command: str) -> tuple[list[str], list[str]]:
         (place for place, word in enumerate(words) if not _VARIABLE.match(word)), len(words)
     )
     if start == len(words):
-        raise UsageError("--launch: give the command that you start training with")
+        raise UsageError("--launch: expected the command that starts training")
     if os.path.basename(words[start]) in _WRAPPERS:
         behind = (
             place
@@ -334,13 +334,13 @@ def _parse(path: Path) -> tuple[Mapping[str, Any], str]:
         return {}, "PyYAML is not installed"
     try:
         if path.stat().st_size > _MAX_FILE:
-            return {}, f"it has {path.stat().st_size} bytes, at most {_MAX_FILE} are read"
+            return {}, f"it is too large: {path.stat().st_size} bytes (at most {_MAX_FILE})"
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if not isinstance(values, dict):
-        return {}, "it holds no settings"
+        return {}, "it contains no settings"
     return {str(key): value for key, value in values.items()}, ""
 
 

@@ -77,7 +77,7 @@ def read_script(path: str) -> Script:
         return Script(
             path=path,
             uses=Uses(),
-            problem=f"it has {source.stat().st_size} bytes, too many for a script",
+            problem=f"it is too large for a script: {source.stat().st_size} bytes",
         )
     data = source.read_bytes()
     scan = Scan()
@@ -101,7 +101,7 @@ def _scan_notebook(scan: Scan, data: bytes) -> tuple[str, tuple[str, ...]]:
             if cell["cell_type"] == "code"
         ]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"no notebook: {type(error).__name__}: {error!s:.100}", ()
+        return f"not a notebook: {type(error).__name__}: {error!s:.100}", ()
     problems = (
         _scan_text(scan, cell.encode("utf-8", "replace"), _cell_label(number), number)
         for number, text in enumerate(sources, 1)

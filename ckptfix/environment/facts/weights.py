@@ -140,7 +140,7 @@ def _ties(group: ModelFiles, names: tuple[str, ...]) -> tuple[Tie, ...]:
             found += [
                 Tie(
                     names=tuple(name[width:] for name in same),
-                    proof=f"{member.path} names the other as its alias",
+                    proof=f"{member.path} lists them as aliases of one tensor",
                 )
                 for same in kept.values()
             ]
@@ -148,7 +148,7 @@ def _ties(group: ModelFiles, names: tuple[str, ...]) -> tuple[Tie, ...]:
             found += [
                 Tie(
                     names=tuple(name[width:] for name in same),
-                    proof=f"{member.path} holds them as one storage",
+                    proof=f"{member.path} stores them as one storage",
                 )
                 for same in _shared(member.content)
             ]
@@ -234,14 +234,16 @@ def read_map(path: str) -> DeviceMap:
     """
     file = Path(path)
     if file.stat().st_size > _MAX_FILE:
-        raise UsageError(f"{path} has {file.stat().st_size} bytes, too many for a device map")
+        raise UsageError(f"{path} is too large for a device map: {file.stat().st_size} bytes")
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error!s:.100}") from None
     found = parse_map(values, path)
     if found is None:
-        raise UsageError(f"{path} is not a device map: write an object of module names and devices")
+        raise UsageError(
+            f"{path} is not a device map (expected a JSON object of module names and devices)"
+        )
     return found
 
 

@@ -227,8 +227,9 @@ def undecided(
     names = ", ".join(entries[index].label for index in fitting)
     count = "1 entry" if len(fitting) == 1 else f"{len(fitting)} entries"
     return (
-        f"{count} for {count_of(len(targets), 'object')}, and nothing shows which belongs to "
-        f"which: {names} for {wanted}" + (f" ({others})" if others else "")
+        f"{count} {'fits' if len(fitting) == 1 else 'fit'} "
+        f"{count_of(len(targets), 'object')}, and nothing shows which belongs to which: "
+        f"{names} for {wanted}" + (f" ({others})" if others else "")
     )
 
 
@@ -247,8 +248,8 @@ def hidden_by(entries: Sequence[Entry], position: int, number: int, problems: Se
     if position == number or number >= len(entries) or not problems[number]:
         return ""
     return (
-        f"{entries[number].label} is at its position and cannot be read ({problems[number]}); "
-        f"{entries[position].label} would fit, which may be another object's"
+        f"{entries[number].label} has its position but cannot be read ({problems[number]}); "
+        f"{entries[position].label} would fit but may belong to another object"
     )
 
 
@@ -336,8 +337,8 @@ class Links(Struct, frozen=True, kw_only=True):
     def why(self, before: Placement, number: int, entry: int) -> str:
         """Return in words why a target gets the entry of another position."""
         names = ", ".join(before.name(owned) for owned in (self.held[number] if self.held else ()))
-        how = ", by the order in which both were saved" if entry in self.by_order else ""
-        return "from another position" + (f", with {names}{how}" if names else "")
+        how = ", matched by the order in which both were saved" if entry in self.by_order else ""
+        return "moved from another position" + (f", with {names}{how}" if names else "")
 
 
 def follow(
@@ -407,8 +408,8 @@ def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) ->
             and not {entry, *(d for d, one in before.aside.items() if one == entry)} & belongs
         ):
             return (
-                f"it does not belong to {before.entries[entry].label}, which {before.name(number)} "
-                "gets"
+                f"it does not belong to {before.entries[entry].label}, which is loaded into "
+                f"{before.name(number)}"
             )
     return ""
 
@@ -441,9 +442,12 @@ def _not_here(before: Placement, entry: int | None) -> str:
     word = before.part.value
     if entry is None:
         return (
-            f"the {word} are in another order here than in the folder, and nothing shows which of "
-            f"them it belongs to; next: prepare the {word} in the order of the run that saved"
+            f"the {word} of this run are in a different order than in the folder, so its "
+            f"owner is unknown; next: prepare the {word} in the same order as the run that "
+            "saved the checkpoint"
         )
     number = before.got().get(entry)
-    where = "nothing of this run gets" if number is None else f"{before.name(number)} gets"
+    where = (
+        "no object of this run gets" if number is None else f"is loaded into {before.name(number)}"
+    )
     return f"it belongs to {before.entries[entry].label}, which {where}"

@@ -13,6 +13,7 @@ from ckptfix.checkpoint.entries import Entry
 from ckptfix.training.loading.assignment import same_class
 from ckptfix.training.loading.targets import Target
 from ckptfix.training.saving.save_manifest import parameter_shapes
+from ckptfix.wording import count_of
 
 _SHAPED_TEXT = """
     exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg prev step_size sum ax"""
@@ -44,15 +45,15 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
         return ""
     saved, own = state["param_groups"], target.inner.param_groups
     if len(saved) != len(own):
-        return f"it has {len(saved)} parameter groups, the optimizer here has {len(own)}"
+        return f"{count_of(len(saved), 'param group')} in the checkpoint, {len(own)} in this run"
     for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
             return (
-                f"its group {number} has {len(theirs['params'])} parameters, here it has "
-                f"{len(ours['params'])}"
+                f"param group {number}: {count_of(len(theirs['params']), 'parameter')} in the "
+                f"checkpoint, {len(ours['params'])} in this run"
             )
         if reason := options_problem(theirs, target.inner):
-            return f"group {number}: {reason}"
+            return f"param group {number}: {reason}"
         names, mine = theirs.get("param_names"), ours.get("param_names")
         if (
             names
@@ -61,23 +62,29 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
             and list(names) != list(mine)
             and set(names) == set(mine)
         ):
-            return f"group {number} names its parameters in another order than here"
+            return (
+                f"param group {number}: its parameter names are in a different order than "
+                "in this run"
+            )
     if reason := _shapes_problem(state, target.inner):
         return reason
     recorded = entry.recorded.keys if entry.recorded is not None else ""
     # All that tells where no state was saved.
     if recorded and recorded != parameter_shapes(target.inner):
-        return "by the manifest its parameters had other shapes than those of the optimizer here"
+        return (
+            "according to the manifest, its parameter shapes differ from those of this "
+            "run's optimizer"
+        )
     return ""
 
 
 def class_problem(state: Any, entry: Entry, target: Target) -> str:
     """Return why a state is not that of an optimizer of this class, whatever its parameters are."""
     if not _is_dict(state, "state", "param_groups"):
-        return "it is not an optimizer's state: 'state' and 'param_groups' are expected"
+        return "not an optimizer state dict (expected the keys 'state' and 'param_groups')"
     if not same_class(entry, target, full=False):
         assert entry.recorded is not None
-        return f"it was saved from {entry.recorded.type}, the optimizer here is {target.what}"
+        return f"it was saved from {entry.recorded.type}, but this run's optimizer is {target.what}"
     return ""
 
 
@@ -89,16 +96,13 @@ def options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
         return ""  # others may fill in what is lacking
     lacking = sorted(optimizer.defaults.keys() - theirs.keys() - _ADDED_LATER)
     if lacking:
-        return (
-            f"it has no {', '.join(lacking)}: it was saved from another class than "
-            f"{type(optimizer).__name__}"
-        )
+        return f"it lacks {', '.join(lacking)}, so it was not saved from {type(optimizer).__name__}"
     decoupled = optimizer.defaults.get("decoupled_weight_decay")
     saved = theirs.get("decoupled_weight_decay")
     if decoupled is not None and saved is not None and bool(decoupled) != bool(saved):
         return (
-            f"decoupled_weight_decay is {saved}, here {decoupled}: it was saved from another class "
-            f"than {type(optimizer).__name__}"
+            f"decoupled_weight_decay is {saved} in the checkpoint and {decoupled} in this "
+            f"run, so it was not saved from {type(optimizer).__name__}"
         )
     return ""
 
@@ -125,8 +129,9 @@ def _shapes_problem(state: Mapping[str, Any], optimizer: Any) -> str:
                     continue
                 if tuple(value.shape) != shape:
                     return (
-                        f"{name} of parameter {place} in group {number} has the shape "
-                        f"{list(value.shape)}, the parameter here has {list(shape)}"
+                        f"{name} of parameter {place} in param group {number} has shape "
+                        f"{list(value.shape)} in the checkpoint, but the parameter has shape "
+                        f"{list(shape)} in this run"
                     )
     return ""
 
@@ -136,10 +141,10 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     holds.
     """
     if not isinstance(state, Mapping):
-        return f"it is not a scheduler's state but a {type(state).__name__}"
+        return f"not a scheduler state dict (expected a dict, found {type(state).__name__})"
     if not same_class(entry, target, full=False):
         assert entry.recorded is not None
-        return f"it was saved from {entry.recorded.type}, the scheduler here is {target.what}"
+        return f"it was saved from {entry.recorded.type}, but this run's scheduler is {target.what}"
     if not _is_torchs(target.inner):
         return ""
     own = target.inner.state_dict()
@@ -149,15 +154,9 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
         for names in (state, own)
     )
     if lacking := sorted(ours - theirs):
-        return (
-            f"it has no {', '.join(map(str, lacking))}: it was saved from another class than "
-            f"{target.what}"
-        )
+        return f"it lacks {', '.join(map(str, lacking))}, so it was not saved from {target.what}"
     if extra := sorted(theirs - ours):
-        return (
-            f"it also has {', '.join(map(str, extra))}: it was saved from another class than "
-            f"{target.what}"
-        )
+        return f"it also has {', '.join(map(str, extra))}, so it was not saved from {target.what}"
     return ""
 
 
@@ -174,14 +173,14 @@ def scaler_problem(state: Any, scaler: Any) -> str:
     disabled scaler.
     """
     if not isinstance(state, Mapping):
-        return f"it is not a scaler's state but a {type(state).__name__}"
+        return f"not a GradScaler state dict (expected a dict, found {type(state).__name__})"
     if scaler.is_enabled():
         lacking = sorted(
             {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
             - set(state)
         )
         if lacking:
-            return f"it has no {', '.join(lacking)}"
+            return f"it lacks {', '.join(lacking)}"
     return ""
 
 
@@ -190,7 +189,7 @@ def random_problem(states: Any) -> str:
     of their own.
     """
     if not isinstance(states, Mapping):
-        return f"it holds no states but a {type(states).__name__}"
+        return f"not a dict of random states (expected a dict, found {type(states).__name__})"
     trials = (
         ("random_state", lambda value: random.Random().setstate(value)),
         ("numpy_random_seed", lambda value: numpy.random.RandomState().set_state(value)),
@@ -198,7 +197,7 @@ def random_problem(states: Any) -> str:
     )
     for name, attempt in trials:
         if name not in states:
-            return f"it has no {name}"
+            return f"it lacks {name}"
         try:
             attempt(states[name])
         except (

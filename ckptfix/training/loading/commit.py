@@ -35,6 +35,7 @@ from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
 from ckptfix.training.ranks import Ranks
+from ckptfix.wording import count_of
 
 
 def may_refuse(part: Part, action: Action) -> bool:
@@ -270,8 +271,8 @@ class Commit:
             except Exception as error:  # load_state_dict of a class of the script raises anything
                 self.refused = report.part
                 raise LoadError(
-                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: "
-                    f"{error}",
+                    f"{self._draft.path}: {report.name} could not load its state: "
+                    f"{type(error).__name__}: {error}",
                     report=self._draft.report(),
                     modified=True,
                 ) from error
@@ -350,12 +351,12 @@ def _undo_on_all(
         for rank, names in everyone
         if names
     ]
-    ending = "everything was undone, nothing is modified"
+    ending = "all changes were undone; nothing is modified"
     refused = None if commit is None else commit.refused
     if refused not in (None, Part.MODELS):  # optimizers need the weights of models
-        ending += f'; next: policy=LoadPolicy({refused.value}="ignore") leaves it as it is'
+        ending += f'; next: pass policy=LoadPolicy({refused.value}="ignore") to leave it unchanged'
     if lost:
-        ending = f"{'; '.join(lost)} could not be undone: the run must not go on from here"
+        ending = f"{'; '.join(lost)} could not be undone: do not continue this run"
     return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
 
 
@@ -371,7 +372,7 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
         raise error
     failed = [(other, text) for other, text, _, _ in everyone if text is not None]
     if failed:
-        more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        more = f" (and {count_of(len(failed) - 1, 'other rank')})" if len(failed) > 1 else ""
         raise LoadError(
             f"rank {failed[0][0]} failed{more}, so rank {ranks.rank} stops too: {failed[0][1]}",
             modified=any(flag for _, _, flag, _ in everyone),
@@ -379,8 +380,9 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
     for other, _, _, theirs in everyone:
         if theirs != everyone[0][3]:
             raise LoadError(
-                f"rank {other} would load something else than rank {everyone[0][0]}: "
-                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same folder?"
+                f"rank {other} would load other data than rank {everyone[0][0]}: "
+                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same "
+                "folder?"
             )
 
 
@@ -439,7 +441,7 @@ def perform(action: Action, accelerator: Any) -> None:
             action.dataloader.set_sampler(action.sampler)
         case SetRandom():
             if left := set_random(action.states):
-                warn_caller(f"random number generators: {left}")
+                warn_caller(f"random number generators not fully restored: {left}")
         case SetStep():
             accelerator.step = action.step
         case _:
@@ -471,11 +473,11 @@ def _load_model(action: LoadModel) -> None:
         action.slots[name].write(value)
         arrived = action.slots[name].read()
         if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
-            raise RuntimeError(f"{name!r} is not what was written")
+            raise RuntimeError(f"{name!r} differs from the written value when read back")
 
 
 def _first_difference(one: Outline, other: Outline) -> str:
     for left, right in zip(one, other, strict=False):
         if left != right:
-            return f"{left} against {right}"
-    return f"{len(one)} components against {len(other)}"
+            return f"{left} versus {right}"
+    return f"{len(one)} components versus {len(other)}"

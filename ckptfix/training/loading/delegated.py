@@ -62,8 +62,8 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     try:
         if policy.models is Requirement.PARTIAL:
             raise LoadError(
-                f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's "
-                "own load_state loads its models, all keys or none; next: "
+                f"{root}: LoadPolicy(models='partial') is not supported with {kind}: there "
+                "accelerate's own load_state loads the models, all keys or none; next: call "
                 "load_checkpoint_tolerant(model, path, policy=LoadPolicy(models='partial')) "
                 "before accelerator.prepare(model)"
             )
@@ -78,7 +78,9 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     try:
         accelerator.load_state(str(root))
     except Exception as problem:  # whatever the engine raises; parts of it may be loaded
-        error = LoadError(f"{root}: {kind} could not load it: {problem}", modified=True)
+        error = LoadError(
+            f"{root}: {kind} could not load this checkpoint: {problem}", modified=True
+        )
         error.__cause__ = problem
     _set_random_and_step(draft, accelerator, before, step, failed=error is not None)
     agree(ranks, error)
@@ -98,9 +100,9 @@ def _check(draft: Draft, root: Path) -> None:
         raise LoadError(problem)
     damage, code = _look(scan_folder(root, wanted=not_of_a_rank))
     if wrong := damage + ([] if draft.policy.trust else code):
-        raise LoadError(f"{root} was not loaded, nothing was modified:\n  " + "\n  ".join(wrong))
+        raise LoadError(f"{root} was not loaded; nothing was modified:\n  " + "\n  ".join(wrong))
     for text in code:
-        warn_caller(f"code in a pickle is executed, because trust=True: {text}")
+        warn_caller(f"running code from a pickle, because trust=True: {text}")
 
 
 def _set_random_and_step(
@@ -130,7 +132,7 @@ def _set_random_and_step(
 
 def _report(draft: Draft, accelerator: Any, kind: str) -> None:
     reason = (
-        f"by accelerator.load_state ({kind}); its files were looked at, its keys were not mapped"
+        f"by accelerator.load_state ({kind}); its files were checked, but its keys were not mapped"
     )
 
     registries = (
@@ -173,8 +175,7 @@ def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
             named = ", ".join(f"{module}.{name}" for module, name in sorted(refused))
             if named:
                 code.append(
-                    f"{component.path} needs {named}; next, when you trust it: "
-                    "LoadPolicy(trust=True)"
+                    f"{component.path} needs {named}; next, if you trust it: LoadPolicy(trust=True)"
                 )
     for name, what in folder.subfolders.items():
         if what == PLAIN_FOLDER:
@@ -195,4 +196,4 @@ def _unsafe(file: Path) -> list[str]:
     with open_reader(file) as reader:
         tree = read_torch_file(reader).tree
     unsafe = [f"{module}.{name}" for module, name in unsafe_globals(tree)]
-    return [f"{file} calls {', '.join(unsafe)}, which can run any code"] if unsafe else []
+    return [f"{file} calls {', '.join(unsafe)}, which can run arbitrary code"] if unsafe else []

@@ -114,7 +114,7 @@ class Draft(Struct):
 
     def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
         """Record that the policy ignores an object."""
-        self.others.append(_report(part, Status.SKIPPED, target, what, "the policy says ignore"))
+        self.others.append(_report(part, Status.SKIPPED, target, what, "ignored by the policy"))
 
     def restored_by_others(self, part: Part, target: Target | None, what: str, reason: str) -> None:
         """Record an object that accelerate or a hook of the script loads, as the reason says."""
@@ -166,13 +166,13 @@ def stop_if_failed(draft: Draft, root: Path) -> None:
             for reason, reports in failures
         ]
         raise LoadError(
-            f"{draft.path} was not loaded, nothing was modified:\n  " + "\n  ".join(lines),
+            f"{draft.path} was not loaded; nothing was modified:\n  " + "\n  ".join(lines),
             report=draft.report(),
         )
     changed = changed_files(root, draft.used)
     if changed:
         raise LoadError(
-            f"{draft.path}: {', '.join(changed)} changed while it was read; load it again"
+            f"{draft.path}: {', '.join(changed)} changed during the load; load the checkpoint again"
         )
 
 

@@ -185,8 +185,8 @@ def _own_folder() -> Path:
     status = os.lstat(folder)
     if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OperationError(
-            f"{folder} can be changed by other users, so nothing is loaded from there; next: "
-            f"export {STAGING_VARIABLE}=FOLDER, a folder of your own"
+            f"other users may be able to change {folder}, so nothing is loaded from it; next: "
+            f"export {STAGING_VARIABLE}=FOLDER, a folder that only you can access"
         )
     return folder
 
@@ -199,7 +199,7 @@ def _look(url: str) -> _Remote:
         return _Remote(store, {"": one}, {})
     if not objects:
         raise UsageError(
-            f"{store.name()} holds no object; next: ckptfix check -r {os.path.dirname(url)}"
+            f"{store.name()} contains no objects; next: ckptfix check -r {os.path.dirname(url)}"
         )
     for key in objects:
         parts = key.split("/")
@@ -208,9 +208,7 @@ def _look(url: str) -> _Remote:
             or "\0" in key
             or max(map(len, map(os.fsencode, parts))) > 255
         ):
-            raise OperationError(
-                f"{store.name(key)}: no file can have this name; nothing was fetched"
-            )
+            raise OperationError(f"{store.name(key)}: not a valid file name; nothing was fetched")
     commit = None
     if COMMITTED in objects:
         commit = parse_commit(_whole(store, COMMITTED, objects[COMMITTED]))
@@ -224,8 +222,8 @@ def _look(url: str) -> _Remote:
             )
     if is_replacing(store, objects):
         raise UsageError(
-            f"{store.name()}: a repair was interrupted, or is running, so some objects are changed "
-            f"and others not; next: ckptfix repair {shell_path(url)}"
+            f"{store.name()}: a repair was interrupted or is still running, so only some "
+            f"objects are changed; next: ckptfix repair {shell_path(url)}"
         )
     needed = {key: info for key, info in objects.items() if not _OF_A_CHANGE.match(key)}
     return _Remote(store, needed, {} if commit is None else commit.objects)
@@ -242,8 +240,8 @@ def _fetch(remote: _Remote, target: Path) -> None:
     store, free = remote.store, shutil.disk_usage(target.parent).free
     if remote.nbytes > free:
         raise OperationError(
-            f"{store.name()}: {human_size(remote.nbytes)} are to be fetched, and "
-            f"{human_size(free)} are free in {target.parent}; next: export "
+            f"{store.name()}: not enough space in {target.parent} "
+            f"({human_size(remote.nbytes)} needed, {human_size(free)} free); next: export "
             f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and load again"
         )
     _log.info("%s: fetching %s to %s", store.name(), human_size(remote.nbytes), target)
@@ -289,7 +287,7 @@ def _compare(remote: _Remote, key: str, target: Path) -> None:
             digest.update(block)
     if digest.hexdigest() != sent.sha256:
         raise ChangedError(
-            f"{remote.store.name(key)}: sha256 {sent.sha256} was uploaded, and "
-            f"{digest.hexdigest()} arrived; next: load again, and if it comes again: an older "
-            "checkpoint"
+            f"{remote.store.name(key)}: the download differs from the upload (expected sha256 "
+            f"{sent.sha256}, found {digest.hexdigest()}); next: load again; if it fails "
+            "again, load an older checkpoint"
         )

@@ -82,7 +82,8 @@ def load_state_tolerant(
     policy = policy or LoadPolicy()
     if cannot_agree(accelerator):
         raise LoadError(
-            "several XLA processes cannot agree on a load here; next: accelerator.load_state(path)"
+            "load_state_tolerant cannot coordinate several XLA processes; next: "
+            "accelerator.load_state(path)"
         )
     with fetched(path, Ranks(accelerator)) as root:
         return _load_tolerant(accelerator, root, policy)
@@ -186,13 +187,13 @@ def _look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
         numbered = sorted(
             str(name) for name in folder.subfolders if str(name).startswith("checkpoint_")
         )
-        hint = f"; it holds checkpoints: {', '.join(numbered[:3])}" if numbered else ""
+        hint = f"; it contains checkpoints: {', '.join(numbered[:3])}" if numbered else ""
         others = ", ".join(
             f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3]
         )
         raise LoadError(
-            f"{root} is not a checkpoint: no file of save_state is "
-            f"there{hint or (others and f'; {others}')}"
+            f"{root} is not a checkpoint: it contains no file of "
+            f"save_state{hint or (others and f'; {others}')}"
         )
     return folder, read_manifest(root)
 
@@ -309,7 +310,7 @@ def load_checkpoint_tolerant(
             return load_checkpoint_tolerant(model, copy, policy=policy)
     policy = policy or LoadPolicy()
     path = Path(path).expanduser()
-    draft = Draft(path=path, policy=policy, advice="give the path of one file")
+    draft = Draft(path=path, policy=policy, advice="pass the path of one file")
     try:
         entries, folder = _entries(path)
         if policy.models is not Requirement.IGNORE:

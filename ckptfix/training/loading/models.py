@@ -82,13 +82,13 @@ def plan_models(
         if arrives is not None:
             pairs[number], loaded[number] = position, arrives
     for double, original in settled.aside.items():
-        reason = f"the same model again as {entries[original].label}, equal in every byte"
+        reason = f"duplicate of {entries[original].label} (equal in every byte)"
         draft.leave(Part.MODELS, entries[double].files, reason)
     for number in assignment.left:
         draft.leave(
             Part.MODELS,
             entries[number].files,
-            entries[number].problem or "it fits no model of this run",
+            entries[number].problem or "it fits none of this run's models",
         )
     return Placement(
         part=Part.MODELS,
@@ -123,7 +123,7 @@ def _nothing_for(
     """Say why a model gets nothing."""
     target, assignment = targets[number], settled.assignment
     if not entries:
-        reason = f"{draft.path} holds no weights of a model; next: {command('check', draft.path)}"
+        reason = f"{draft.path} has no model weights; next: {command('check', draft.path)}"
         draft.cannot(Part.MODELS, reason, target=target, missing=True)
         return
     others = misfits(entries, [row[number] for row in reasons])
@@ -137,7 +137,11 @@ def _nothing_for(
         else:
             reason += f"; next: {draft.advice or command('check', draft.path)}"
     else:
-        reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
+        reason = (
+            f"no entry of {draft.path} fits: {others}"
+            if others
+            else f"every entry of {draft.path} that fits goes to another model"
+        )
         reason += _partial_advice(draft, entries, targets, number, settled)
     draft.cannot(Part.MODELS, reason, target=target)
 
@@ -171,7 +175,7 @@ def _open_scores(
     ]
 
 
-_LEAVE_IT = 'next: policy=LoadPolicy(models="warn", optimizers="warn") leaves it as it is'
+_LEAVE_IT = 'next: pass policy=LoadPolicy(models="warn", optimizers="warn") to leave it unchanged'
 """Advice for a model that no entry is for; its optimizer, if any, has no file either."""
 
 
@@ -198,8 +202,8 @@ def _partial_advice(
     is_partial = draft.policy.models is Requirement.PARTIAL
     if free and not is_partial:
         return (
-            f'; next: policy=LoadPolicy(models="partial") loads the {max(free)} of its '
-            f"{count_of(len(target.state), 'key')} that match in key and shape"
+            f'; next: pass policy=LoadPolicy(models="partial") to load the {max(free)} of its '
+            f"{count_of(len(target.state), 'key')} that match in name and shape"
         )
     if matching and not free:
         names = ", ".join(
@@ -222,7 +226,9 @@ def _read(
         return str(error)
     listed = {*found.names, *found.unused, *(one.name for one in found.mismatched)}
     if changed := weights.keys() ^ listed:
-        return f"{root / entry.label} changed while it was read: {min(changed)!r}; load it again"
+        return (
+            f"{root / entry.label} changed during the load (at key {min(changed)!r}); load it again"
+        )
     pairs = []
     mismatched = []
     for name, ours in found.names.items():
@@ -231,7 +237,7 @@ def _read(
             continue
         if type(own).__name__ == "DTensor":
             return (
-                f"{ours!r}: the model's tensor is sharded over ranks; next: "
+                f"{ours!r}: the model's tensor is sharded across ranks; next: "
                 "accelerator.load_state(path)"
             )
         shapes = tuple(value.shape), tuple(own.shape)
@@ -280,23 +286,26 @@ def _load(
         target.thing, [name for name in target.meta if name in found.kept], device
     )
     wrong += [
-        f"{name!r} is on the meta device, without a value that it could keep, and the file has "
-        "none for it"
+        f"{name!r} is on the meta device, and neither the model nor the file has a value for it"
         for name, slot in kept_slots.items()
         if isinstance(slot, EmptySlot)
     ]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        draft.cannot(Part.MODELS, f"its weights would not arrive: {wrong[0]}{more}", target=target)
+        draft.cannot(Part.MODELS, f"its weights cannot be loaded: {wrong[0]}{more}", target=target)
         return None
     reasons = [] if found.is_in_full else [_left_over(found, target)]
     if not found.is_exact:
         reasons.append(_renamed(entry, found))
     if moved:
-        reasons.append("from another position")
+        reasons.append("moved from another position")
     if change:
         reasons.append(change)
-    notes = [f"{len(slots)} tensors go to where accelerate keeps them offloaded"] if slots else []
+    notes = (
+        [f"{count_of(len(slots), 'tensor')} loaded into accelerate's offload storage"]
+        if slots
+        else []
+    )
     status = Status.PARTIAL if found.kept else Status.ADAPTED if reasons else Status.RESTORED
     draft.do(
         Part.MODELS,
@@ -324,7 +333,7 @@ def _left_over(found: Fit, target: ModelTarget) -> str:
         more = f" and {len(found.mismatched) - 3} more" if len(found.mismatched) > 3 else ""
         words.append(f"mismatched, kept as initialized: {shown}{more}")
     if found.unused:
-        words.append(f"in the file only, unused: {list_names(found.unused)}")
+        words.append(f"only in the file, unused: {list_names(found.unused)}")
     return "; ".join(words)
 
 

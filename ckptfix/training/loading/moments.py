@@ -163,7 +163,7 @@ def carry(
         return reason
     optimizer = target.inner
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        return f"the moments of {target.what} are not kept by parameter, so none can be carried"
+        return f"{target.what} does not keep its moments by parameter, so none can be loaded"
     known = _Known(models, held)
     own = known.groups(optimizer)
     saved = state["param_groups"]
@@ -177,8 +177,8 @@ def carry(
         pairs = _by_order(shapes, own, known.outside(optimizer), known)
     else:
         return (
-            f"it has {count_of(len(saved), 'parameter group')} without param_names, the optimizer "
-            f"here has {len(own)}: which moments belong to which parameter is not known"
+            f"{count_of(len(saved), 'param group')} without param_names in the checkpoint, "
+            f"{len(own)} in this run: moments cannot be matched to parameters"
         )
     return _carried(state, optimizer, own, pairs, named)
 
@@ -406,7 +406,7 @@ def _carried(
                 found[total + place] = dict(optimizer.state[parameter])
         theirs = g if len(saved) == len(own) else sources.pop() if len(sources) == 1 else None
         if theirs is not None and (reason := options_problem(saved[theirs], optimizer)):
-            return f"group {theirs}: {reason}"
+            return f"param group {theirs}: {reason}"
         options = dict(group if theirs is None else saved[theirs])
         options["params"] = list(range(total, total + len(group["params"])))
         options.pop("param_names", None)
@@ -421,13 +421,14 @@ def _carried(
     )
     if not any(map(moments.get, known)):
         fresh, unsure = [], []
-    how = "by name" if named else "by the order of the parameters"
-    words = [f"moments of {len(taken)} of {count_of(total, 'parameter')} carried, {how}"]
+    how = "matched by name" if named else "matched by the order of the parameters"
+    words = [f"moments of {len(taken)} of {count_of(total, 'parameter')} loaded, {how}"]
     if fresh:
-        words.append(f"start empty, as their weights are not loaded: {list_names(fresh)}")
+        words.append(f"start empty because their weights are not loaded: {list_names(fresh)}")
     if unsure:
         words.append(
-            f"start empty, as it is not certain which moments are theirs: {list_names(unsure)}"
+            "start empty because their moments cannot be identified with certainty: "
+            f"{list_names(unsure)}"
         )
     if unused:
         words.append(f"moments of {count_of(len(unused), 'saved parameter')} unused")

@@ -110,7 +110,7 @@ def after_models(
     its moments belong to other weights.
     """
     if draft.policy.models is Requirement.IGNORE:
-        return replace(offer, remark="its weights are not loaded, as the policy says")
+        return replace(offer, remark="the policy ignores the model weights")
     in_part = {number for number, found in models.fits.items() if not found.is_in_full}
     lacking = set(range(len(models.targets))) - models.pairs.keys()
     if (
@@ -142,7 +142,7 @@ def after_models(
             if isinstance(one, str):
                 reasons[position][number] = f"{one}{_next(draft, offer.part)}"
             elif one.count < most and not one.count:
-                reasons[position][number] = "none of its moments fits a parameter that is loaded"
+                reasons[position][number] = "none of its moments match a loaded parameter"
             else:
                 reasons[position][number] = ""
                 carried[position, number] = one
@@ -153,10 +153,10 @@ def _withheld(draft: Draft, models: str) -> str:
     """Say why an optimizer of models that are not loaded gets nothing, and what to pass."""
     reason = (
         f"its moments belong to the weights of {models}, which are not loaded; "
-        f'next: policy=LoadPolicy(models="partial") loads what matches'
+        f'next: pass policy=LoadPolicy(models="partial") to load what matches'
     )
     if draft.policy.optimizers is Requirement.REQUIRE:
-        reason += ', LoadPolicy(models="warn", optimizers="warn") leaves both as they are'
+        reason += ', or policy=LoadPolicy(models="warn", optimizers="warn") to leave both unchanged'
     return reason
 
 
@@ -221,9 +221,7 @@ def plan_states(
             unused=carried.unused if carried else (),
         )
     for double, original in settled.aside.items():
-        draft.leave(
-            part, entries[double].files, f"the same state again as {entries[original].label}"
-        )
+        draft.leave(part, entries[double].files, f"duplicate of {entries[original].label}")
     for number in assignment.left:
         draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
     return Placement(
@@ -242,7 +240,7 @@ def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
     component = component_at(folder, "scaler.pt")
     if scaler is None:
         if component is not None:
-            draft.leave(Part.SCALER, ("scaler.pt",), "this run scales no gradients")
+            draft.leave(Part.SCALER, ("scaler.pt",), "this run uses no gradient scaler")
         return
     what = type(scaler).__name__
     if draft.policy.scaler is Requirement.IGNORE:
@@ -277,7 +275,7 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
             draft.leave(
                 Part.DATALOADERS,
                 (str(component.path),),
-                "no dataloader of this run saves such a state",
+                "no dataloader of this run has such a state",
             )
 
 
@@ -359,7 +357,11 @@ def _nothing_for(
         advice = _next(draft, part, instead_of=command("check", draft.path))
         draft.cannot(part, f"{reason}{advice}", target=target)
     else:
-        draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)
+        draft.cannot(
+            part,
+            others or f"every matching file of {draft.path} goes to another object",
+            target=target,
+        )
 
 
 def _next(draft: Draft, part: Part, *, instead_of: str = "") -> str:
@@ -368,7 +370,7 @@ def _next(draft: Draft, part: Part, *, instead_of: str = "") -> str:
     """
     advice = [instead_of] if instead_of else []
     if draft.is_required(part):
-        advice.append(f'policy=LoadPolicy({part.value}="warn") leaves it as it is')
+        advice.append(f'pass policy=LoadPolicy({part.value}="warn") to leave it unchanged')
     return f"; next: {', or '.join(advice)}" if advice else ""
 
 
@@ -410,9 +412,13 @@ def plan_random(
     if draft.policy.rng is Requirement.IGNORE:
         draft.ignore(Part.RNG, what=f"rank {rank}")
     elif own is None:
-        have = f"{count_of(len(ranks), 'rank')} saved theirs" if ranks else "no rank saved any"
+        have = (
+            f"{count_of(len(ranks), 'rank')} saved theirs"
+            if ranks
+            else "no rank saved random states"
+        )
         reason = (
-            f"there is no {random_states_name(rank)}: {have}, this run has "
+            f"{random_states_name(rank)} is missing: {have}, this run has "
             f"{count_of(world_size, 'rank')}"
         )
         draft.cannot(Part.RNG, reason, what=f"rank {rank}", missing=True)
@@ -434,7 +440,9 @@ def plan_random(
     if manifest is not None and manifest.is_of_a_save:
         draft.do(Part.STEP, SetStep(step=manifest.step), what="step", reason="from the manifest")
     else:
-        draft.cannot(Part.STEP, "no readable file of a rank holds it", what="step", missing=True)
+        draft.cannot(
+            Part.STEP, "no readable random_states file contains it", what="step", missing=True
+        )
 
 
 def _read_generators(draft: Draft, root: Path, rank: int) -> tuple[Entry, Any, str]:
@@ -442,9 +450,7 @@ def _read_generators(draft: Draft, root: Path, rank: int) -> tuple[Entry, Any, s
     name = random_states_name(rank)
     component = next(iter(scan_folder(root, name).components), None)
     if component is None:
-        raise LoadError(
-            f"{root / name} is a folder, or is gone since the folder was listed; load it again"
-        )
+        raise LoadError(f"{root / name} is a folder, or disappeared during the load; load it again")
     try:
         return single_entry(component), read_pickle(root, component, trust=draft.policy.trust), ""
     except Unreadable as error:
@@ -485,7 +491,10 @@ def set_random(states: Any) -> str:
         if saved is None or module is None or not module.is_available():
             continue
         if len(saved) > module.device_count():
-            left.append(f"{device} has {module.device_count()} devices, {len(saved)} were saved")
+            left.append(
+                f"{device}: states of {count_of(len(saved), 'device')} saved, "
+                f"{module.device_count()} available"
+            )
             saved = saved[: module.device_count()]
         module.set_rng_state_all(saved)
     if "xm_seed" in states:
@@ -495,7 +504,7 @@ def set_random(states: Any) -> str:
 
 def _set_xla(seed: Any) -> list[str]:
     if importlib.util.find_spec("torch_xla") is None:
-        return ["xla is not installed here"]
+        return ["torch_xla is not installed"]
     importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
     return []
 
@@ -505,7 +514,8 @@ def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank
     # As migrate writes it for more processes.
     if isinstance(states, Mapping) and states.keys() == {"step"}:
         reason = (
-            f"{random_states_name(rank)} holds the step alone: no such rank took part in the save"
+            f"{random_states_name(rank)} contains only the step, because this rank took no "
+            "part in the save"
         )
         draft.cannot(Part.RNG, reason, what=what, missing=True)
         return

@@ -188,7 +188,7 @@ def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
     for name, ours in mapping.items():
         if mismatch := _mismatch(name, ours, shapes, target):
             return (
-                f"{name!r} has the shape {list(mismatch.file_shape)} in the file, "
+                f"{name!r} has shape {list(mismatch.file_shape)} in the file, "
                 f"{list(mismatch.model_shape)} in the model"
             )
     return Fit(names=mapping, modules=modules, absent=_lacking(mapping, target)[1])
@@ -257,7 +257,7 @@ def _bare(names: Iterable[str]) -> dict[str, str] | str:
     for name in names:
         other = found.setdefault(strip(name), name)
         if other != name:
-            return f"{other!r} and {name!r} are one key once wrappers are removed"
+            return f"{other!r} and {name!r} become the same key once wrappers are removed"
     return found
 
 

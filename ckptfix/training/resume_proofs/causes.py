@@ -120,27 +120,28 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "other-checkpoint",
         lambda one: one.loaded_other and one.is_first,
-        "the script loaded another checkpoint than the one that was saved before the kill",
-        "load the newest complete one: ckptfix.latest_checkpoint(folder)",
+        "the resumed run loaded a different checkpoint than the one saved before the kill",
+        "load the newest complete checkpoint: ckptfix.latest_checkpoint(folder)",
     ),
     Cause(
         "nothing-loaded",
         lambda one: not one.was_loaded and one.state in _RESTORED,
-        "load_state was not called in the resumed run, and the script's own load does not restore "
-        "this",
-        "accelerator.load_state(folder), after prepare() and before the training loop",
+        "the resumed run did not call load_state, and the script's own loading does not "
+        "restore this state",
+        "call accelerator.load_state(folder) after prepare() and before the training loop",
         trainer_words=(
-            "the resumed run loaded no checkpoint, and the script's own load does not restore this"
+            "the resumed run loaded no checkpoint, and the script's own loading does not "
+            "restore this state"
         ),
         trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
         "optimizer-not-prepared",
         lambda one: one.state == "moments" and bool(one.saved.get("unsaved_optimizers")),
-        "the optimizer was not given to prepare(), so save_state leaves it out",
+        "the optimizer was not passed to prepare(), so save_state does not save it",
         "optimizer = accelerator.prepare(optimizer)",
         trainer_words=(
-            "the script steps an optimizer that is not the Trainer's, so no checkpoint has it"
+            "the script steps an optimizer other than the Trainer's, so no checkpoint contains it"
         ),
         trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
     ),
@@ -151,9 +152,9 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.saved.get("trainer"))
             and one.lacks("optimizer.pt", "optimizer.bin")
         ),
-        "the checkpoint has no optimizer.pt; Trainer then loads neither optimizer nor scheduler, "
-        "and says nothing",
-        "save_only_model=False in TrainingArguments, and resume from a complete checkpoint",
+        "the checkpoint has no optimizer.pt; without it, Trainer silently loads neither "
+        "optimizer nor scheduler",
+        "set save_only_model=False in TrainingArguments, and resume from a complete checkpoint",
     ),
     Cause(
         "scheduler-file-missing",
@@ -162,8 +163,8 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.saved.get("trainer"))
             and one.lacks("scheduler.pt")
         ),
-        "the checkpoint has no scheduler.pt; Trainer then loads neither optimizer nor scheduler, "
-        "and says nothing",
+        "the checkpoint has no scheduler.pt; without it, Trainer silently loads neither "
+        "optimizer nor scheduler",
         "resume from a complete checkpoint",
     ),
     Cause(
@@ -172,12 +173,12 @@ CAUSES: tuple[Cause, ...] = (
             one.state in ("scheduler", "learning rate")
             and bool(one.saved.get("unsaved_schedulers"))
         ),
-        "the scheduler was not given to prepare(), so save_state leaves it out",
+        "the scheduler was not passed to prepare(), so save_state does not save it",
         "scheduler = accelerator.prepare(scheduler), or "
         "accelerator.register_for_checkpointing(scheduler)",
         is_restored=True,
         trainer_words=(
-            "the script made a scheduler that is not the Trainer's, so no checkpoint has it"
+            "the script uses a scheduler other than the Trainer's, so no checkpoint contains it"
         ),
         trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
         is_left_to_trainer=True,
@@ -185,23 +186,26 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "scheduler-of-rank-0",
         lambda one: one.state in ("scheduler", "learning rate") and one.is_rank_0s,
-        "the schedulers of the ranks differ, and save_state writes that of the main process alone",
-        "step the scheduler with a value that all ranks share: accelerator.reduce(loss, 'mean')",
+        "the schedulers differ between ranks, but save_state saves only that of the main process",
+        "step the scheduler with a value that is the same on all ranks: "
+        "accelerator.reduce(loss, 'mean')",
         is_restored=True,
         trainer_words=(
-            "the schedulers of the ranks differ, and the Trainer saves that of the main process "
-            "alone"
+            "the schedulers differ between ranks, but the Trainer saves only that of the "
+            "main process"
         ),
         trainer_change=(
-            "step the scheduler with a value that all ranks share, such as metric_for_best_model"
+            "step the scheduler with a value that is the same on all ranks, such as "
+            "metric_for_best_model"
         ),
         is_left_to_trainer=True,
     ),
     Cause(
         "parameter-order",
         lambda one: one.state == "moments" and one.is_swapped,
-        "the optimizer got its parameters in another order; its moments are restored by position",
-        "give the optimizer its parameters in a fixed order: list(model.parameters()), never a set",
+        "the optimizer received its parameters in a different order, and its moments are "
+        "restored by position",
+        "pass the parameters in a fixed order: list(model.parameters()), never a set",
         is_restored=True,
     ),
     Cause(
@@ -211,16 +215,17 @@ CAUSES: tuple[Cause, ...] = (
             and one.is_first
             and one.lacks(one.generator_file)
         ),
-        "the checkpoint has no file with the generators of this rank; accelerate and transformers "
-        "go on without",
-        "call save_state on every process, not on the main process alone",
+        "the checkpoint has no random states for this rank; accelerate and transformers "
+        "continue without them",
+        "call save_state on every process, not only on the main process",
         trainer_change="resume from a complete checkpoint",
     ),
     Cause(
         "cut-accumulation",
         lambda one: one.state == "gradients" and bool(one.saved.get("is_cut")),
-        "the save cut an accumulation cycle, and accumulated gradients are in no file",
-        "save only where accelerator.sync_gradients is true",
+        "the checkpoint was saved in the middle of gradient accumulation, and accumulated "
+        "gradients are not saved",
+        "save only when accelerator.sync_gradients is true",
         is_restored=True,
         trainer_change="let the Trainer save: save_strategy and save_steps in TrainingArguments",
         is_left_to_trainer=True,
@@ -228,41 +233,41 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "gradients-left-over",
         lambda one: one.state == "gradients" and one.at_entry,
-        "gradients were left when the checkpoint was saved, the next step adds to them, and they "
-        "are in no file",
+        "gradients were not zeroed before the save; the next step adds to them, but no "
+        "checkpoint contains them",
         "call zero_grad() on every optimizer before the save, or before each backward",
     ),
     Cause(
         "scaler-stepped",
         lambda one: one.state == "scaler" and one.saved.get("distributed") == "FSDP",
-        "torch steps the optimizer once while FSDP sets its state, and that step updates the "
-        "scaler",
+        "torch steps the optimizer once while it sets FSDP's optimizer state, and that step "
+        "updates the scaler",
         "load the scaler again after load_state: accelerator.scaler.load_state_dict(...)",
-        trainer_change="bf16=True in TrainingArguments, which needs no scaler",
+        trainer_change="set bf16=True in TrainingArguments, which needs no scaler",
     ),
     Cause(
         "custom-objects-of-rank-0",
         lambda one: one.state == "custom objects" and one.is_rank_0s,
-        "save_state writes the custom objects of the main process alone; every rank loads those",
-        "gather what the ranks hold into one object before the save",
+        "save_state saves the custom objects of the main process only, and every rank loads those",
+        "gather the state of all ranks into one object before the save",
         is_restored=True,
-        trainer_words="the Trainer saves no custom objects of its accelerator",
+        trainer_words="the Trainer does not save the custom objects of its accelerator",
         trainer_change=(
-            "keep the state in a callback with state(): ExportableState of transformers"
+            "keep the state in a callback that has state(): ExportableState of transformers"
         ),
         is_left_to_trainer=True,
     ),
     Cause(
         "data-not-skipped-by-trainer",
         lambda one: _of_data(one) and bool(one.saved.get("skips_data")),
-        "TrainingArguments(ignore_data_skip=True) begins the epoch anew",
+        "TrainingArguments(ignore_data_skip=True) restarts the epoch from its first batch",
         "ignore_data_skip=False",
     ),
     Cause(
         "loader-not-prepared",
         lambda one: _of_data(one) and not one.before.get("prepared", True),
-        "the dataloader was not given to prepare(), so neither its order nor its position is "
-        "restored",
+        "the dataloader was not passed to prepare(), so neither its order nor its position "
+        "is restored",
         "loader = accelerator.prepare(loader), and accelerator.skip_first_batches(loader, n) after "
         "a resume",
         trainer_words="the script's own dataloader is not prepared, so its order is not restored",
@@ -276,8 +281,8 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.before.get("dispatched"))
             and one.world > 1
         ),
-        "every rank writes its own position to the one file dl_state_dict.bin, and the last writer "
-        "wins",
+        "all ranks write their positions to the same file, dl_state_dict.bin, and the last "
+        "writer wins",
         "DataLoaderConfiguration(dispatch_batches=False), or use_stateful_dataloader=False with "
         "skip_first_batches",
         is_restored=True,
@@ -289,8 +294,8 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.before.get("stateful"))
             and bool(one.saved.get("last_of_pass"))
         ),
-        "the save was in the last iteration of an epoch, and the stateful dataloader then repeats "
-        "the epoch",
+        "the checkpoint was saved in the last iteration of an epoch, and the stateful "
+        "dataloader then repeats that epoch",
         "save after the loop over the epoch",
         is_restored=True,
     ),
@@ -302,30 +307,30 @@ CAUSES: tuple[Cause, ...] = (
             and bool(one.before.get("workers"))
             and _is_shuffled(one)
         ),
-        "the workers of a stateful dataloader draw the order of the data in prepare(), before "
-        "load_state",
+        "the workers of a stateful dataloader draw the data order in prepare(), before "
+        "load_state runs",
         "num_workers=0",
         is_restored=True,
     ),
     Cause(
         "stateful-order",
         lambda one: _of_data(one) and bool(one.before.get("stateful")) and _is_shuffled(one),
-        "the stateful dataloader saved its position, and not the order of the epoch",
+        "the stateful dataloader saved its position but not the order of the epoch",
         "DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch)",
         is_restored=True,
     ),
     Cause(
         "augmentation-in-workers",
         lambda one: _has_other_content(one) and bool(one.before.get("workers")),
-        "random transforms in workers draw from seeds that are in no checkpoint",
+        "random transforms in dataloader workers use seeds that no checkpoint contains",
         "seed the transform from the sample's index and the epoch",
         is_restored=True,
     ),
     Cause(
         "augmentation",
         lambda one: _has_other_content(one) and not one.before.get("iterable"),
-        "accelerate fetches one batch ahead, so the random transform of this batch was drawn "
-        "before the save",
+        "accelerate fetches one batch ahead, so the random numbers for this batch's "
+        "transform were drawn before the save",
         "seed the transform from the sample's index and the epoch",
         is_restored=True,
     ),
@@ -352,9 +357,9 @@ CAUSES: tuple[Cause, ...] = (
             and not one.after.get("skips")
             and not one.before.get("stateful")
         ),
-        "the script does not skip the batches that were used",
+        "the script does not skip the batches used before the save",
         "loader = accelerator.skip_first_batches(loader, n) for the first epoch after a resume",
-        trainer_words="the resumed run does not skip the batches that were used",
+        trainer_words="the resumed run does not skip the batches used before the save",
         trainer_change="trainer.train(resume_from_checkpoint=True) with ignore_data_skip=False",
     ),
     Cause(
@@ -367,14 +372,14 @@ CAUSES: tuple[Cause, ...] = (
             and one.world > 1
             and not (_is_shuffled(one) and one.relation in (Relation.NEW, Relation.REORDERED))
         ),
-        "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for "
-        "each process",
+        "skip_first_batches counts single batches, but a DataLoaderDispatcher uses one batch "
+        "per process",
         "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or "
         "dispatch_batches=False",
         is_restored=True,
         trainer_words=(
-            "the Trainer skips single batches of a DataLoaderDispatcher, which takes one for each "
-            "process"
+            "the Trainer counts single batches when it skips, but a DataLoaderDispatcher "
+            "uses one batch per process"
         ),
         trainer_change="accelerator_config={'dispatch_batches': False} in TrainingArguments",
     ),
@@ -386,16 +391,16 @@ CAUSES: tuple[Cause, ...] = (
             and not one.after.get("set_epoch")
             and one.in_later_pass
         ),
-        "skip_first_batches made a loader that counted the epoch, and the script's own loader did "
-        "not hear of it",
+        "skip_first_batches returned a new loader, which counted the epoch; the script's own "
+        "loader did not",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
         trainer_words=(
-            "the loader that skips batches counted the epoch, and the Trainer's loader did not "
-            "hear of it"
+            "the loader that skips batches counted the epoch, but the Trainer's own loader did not"
         ),
         trainer_change=(
-            "give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls"
+            "give the loader from get_train_dataloader() a set_epoch(epoch) method; the "
+            "Trainer calls it"
         ),
     ),
     Cause(
@@ -403,17 +408,18 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: (
             _of_data(one) and bool(one.before.get("seedable")) and not one.after.get("set_epoch")
         ),
-        "a SeedableRandomSampler draws the order from the number of the epoch, which is not saved",
+        "a SeedableRandomSampler derives the order from the epoch number, which is not saved",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
         trainer_change=(
-            "give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls"
+            "give the loader from get_train_dataloader() a set_epoch(epoch) method; the "
+            "Trainer calls it"
         ),
     ),
     Cause(
         "order-not-saved",
         lambda one: _of_data(one) and _is_shuffled(one),
-        "the order of an epoch comes from a generator that is in no file",
+        "the order of the epoch comes from a random generator that is not saved",
         "DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch)",
         is_restored=True,
         trainer_change="accelerator_config={'use_seedable_sampler': True} in TrainingArguments",
@@ -421,59 +427,63 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "other-number-skipped",
         lambda one: _of_data(one) and one.relation in (Relation.EARLIER, Relation.LATER),
-        "the resumed run goes on at another place in the data",
-        "skip as many batches of the epoch as were used before the save: batches, not optimizer "
-        "steps",
+        "the resumed run continues at a different position in the data",
+        "skip exactly the batches of the epoch that were used before the save (count "
+        "batches, not optimizer steps)",
         trainer_change=(
-            "resume with the batch size, gradient_accumulation_steps and processes of the save"
+            "resume with the same batch size, gradient_accumulation_steps and number of processes"
         ),
     ),
     Cause(
         "other-length",
         _of_length,
-        "the resumed run counts its epochs or steps otherwise than the uninterrupted one",
-        "restore the number of the epoch and of the step, and skip only in the first epoch",
-        trainer_change="resume with the max_steps or num_train_epochs of the save",
+        "the resumed run counts its epochs or steps differently from the uninterrupted run",
+        "restore the epoch and step numbers, and skip batches only in the first epoch",
+        trainer_change="resume with the same max_steps or num_train_epochs",
     ),
     Cause(
         "generators-restored-too-early",
         lambda one: (
             one.state == "generators" and one.was_loaded and bool(one.saved.get("inside_pass"))
         ),
-        "load_state restores the generators, and the new iterator of the dataloader then draws "
+        "load_state restores the random states, and then the new dataloader iterator draws "
         "from them",
-        "save between two epochs",
+        "save between epochs",
         is_restored=True,
         trainer_words=(
-            "the Trainer restores the generators after it has fetched batches, for which the "
-            "dataset drew"
+            "the Trainer restores the random states only after it has fetched batches, for "
+            "which the dataset drew random numbers"
         ),
         trainer_change=(
-            "draw in the dataset from a generator seeded by the sample's index and the epoch"
+            "let the dataset draw from a generator seeded with the sample's index and the epoch"
         ),
     ),
     Cause(
         "generators-not-loaded",
         lambda one: one.state == "generators" and not one.was_loaded,
-        "load_state was not called in the resumed run, and it alone restores the generators",
+        "the resumed run did not call load_state, and nothing else restores the random states",
         "accelerator.load_state(folder)",
         trainer_words=(
-            "the resumed run loaded no checkpoint, and the Trainer restores the generators from it "
-            "alone"
+            "the resumed run loaded no checkpoint, and the Trainer restores random states "
+            "only from a checkpoint"
         ),
         trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
         "generators-drawn-from",
         lambda one: one.state == "generators",
-        "one run draws random numbers or seeds between the save (or load_state) and the next "
-        "batch, the other does not",
-        "evaluate before the save, not after it; seed before load_state, and draw nothing after it",
+        "only one of the runs draws random numbers or sets a seed between the save (or "
+        "load_state) and the next batch",
+        "evaluate before the save, not after it; seed before load_state, and draw no random "
+        "numbers after it",
         trainer_words=(
-            "one run draws random numbers or seeds between the save and the next batch, the other "
-            "does not"
+            "only one of the runs draws random numbers or sets a seed between the save and "
+            "the next batch"
         ),
-        trainer_change="draw and seed in no callback between the save and the next step",
+        trainer_change=(
+            "do not draw random numbers or set a seed in a callback between the save and the next "
+            "step"
+        ),
     ),
 )
 """Every known cause, the most specific ones first."""

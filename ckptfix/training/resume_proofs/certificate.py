@@ -117,14 +117,15 @@ class Certificate(Serialized, Printable):
                 yield line(f"    change: {one.change}")
                 if one.guard and not self.guarded:
                     yield line(
-                        "    or: ckptfix run SCRIPT, which saves and restores this; --guard "
-                        "proves it"
+                        "    or: ckptfix run SCRIPT, which saves and restores this; add "
+                        "--guard to prove it"
                     )
         if self.status == 1:
             yield from self._consequences()
             if self.differences and self.differences[0].cause is None:
                 yield line(
-                    "  cause: not known; compare the two runs with --keep FOLDER and ckptfix diff"
+                    "  cause: unknown; keep both runs with --keep FOLDER and compare them "
+                    "with ckptfix diff"
                 )
         if self.status == 2:
             yield line(
@@ -149,20 +150,20 @@ class Certificate(Serialized, Printable):
                 f"killed after step {self.saved_at} and resumed, the run diverges from the "
                 "uninterrupted one"
             )
-        return "two runs without a resume already differ; nothing can be said about the resume"
+        return "two uninterrupted runs already differ, so nothing can be said about the resume"
 
     def _consequences(self) -> Iterator[Line]:
         follows = [
-            f"{_PLURALS.get(one, one)} from step {self.first_steps[one]} on"
+            f"{_PLURALS.get(one, one)} from step {self.first_steps[one]}"
             for one in _FOLLOWS
             if one in self.first_steps
         ]
         if follows:
-            yield line(f"  other {', '.join(follows)}")
+            yield line(f"  also different: {', '.join(follows)}")
         elif self.first_steps:
             yield line(
-                "  losses, gradients and weights agree in every compared step: nothing has used "
-                "it yet"
+                "  losses, gradients and weights agree in every compared step, so the "
+                "difference has had no effect yet"
             )
 
 
@@ -207,23 +208,23 @@ def certificate_of(
 def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) -> Iterator[str]:
     strips = comparison.strips
     if "batch" not in strips:
-        yield "batches: the script draws them from no dataloader of torch or accelerate"
+        yield "batches: the script uses no dataloader of torch or accelerate"
     if "loss" not in strips:
         yield "losses: the script does not call accelerator.backward"
     silent = max((one.world for one in reference), default=1) - len(reference)
     if silent > 0:
-        yield f"{count_of(silent, 'rank')}: no optimizer step was recorded there"
+        yield f"{count_of(silent, 'rank')}: no optimizer step was recorded"
     for state, name in sorted(comparison.ignored):
         what = f"the generator of {name}" if state == "generators" else f"the custom object {name}"
-        yield f"{what}: it differs between two uninterrupted runs, too"
+        yield f"{what}: also differs between two uninterrupted runs"
     if stopped and comparison.steps:
-        yield f"what follows step {comparison.steps[-1]}: --steps ended the runs there"
+        yield f"steps after {comparison.steps[-1]}: --steps ended the runs there"
     if comparison.steps and not comparison.passes_begun and "batch" in strips:
         yield "the order of the next epoch: no epoch begins in the compared steps; raise --steps"
     if any("sampled" in one.notes for one in reference):
         yield (
-            "every byte of large tensors: evenly spaced blocks and the sum of all bits were "
-            "compared"
+            "every byte of large tensors: only evenly spaced blocks and the sum of all bits "
+            "were compared"
         )
     others = [note for one in reference for note in one.notes if note != "sampled"]
     yield from dict.fromkeys(others)
@@ -285,7 +286,7 @@ def _chart(certificate: Certificate) -> Iterator[str]:
         return
     steps = certificate.steps[:_MOST_STEPS]
     first = {(one.state, one.step) for one in certificate.differences[:1]}
-    yield "<h2>Resumed run against the uninterrupted one</h2>"
+    yield "<h2>Resumed run vs. uninterrupted run</h2>"
     yield (
         '<ul class="legend"><li class="eq">= equal</li><li class="no">≠ different</li>'
         '<li class="no first">≠ first difference</li></ul>'
@@ -311,6 +312,6 @@ def _cell(state: str, step: int, agrees: bool | None, is_first: bool) -> str:
     css, sign = _SIGNS[agrees]
     title = (
         f"{state}, step {step}: "
-        f"{'equal' if agrees else 'not there' if agrees is None else 'different'}"
+        f"{'equal' if agrees else 'absent' if agrees is None else 'different'}"
     )
     return f'<td class="{css}{" first" if is_first else ""}" title="{html_text(title)}">{sign}</td>'

@@ -192,8 +192,8 @@ def read_run(folder: Path) -> list[RankRun]:
     )
     if len({one.rank for one in runs}) < len(runs):
         raise OperationError(
-            f"{folder}: two processes trained as the same rank; give a command that trains once, "
-            "without restarts"
+            f"{folder}: two processes trained as the same rank; pass a command that trains "
+            "only once, without restarts"
         )
     return runs
 

@@ -103,21 +103,21 @@ def _check(request: Request) -> None:
     names_folder = any(DIR in one for one in request.command) or RUN_DIR in _text_of(request.script)
     if request.output is None and not names_folder:
         raise UsageError(
-            f"{request.script}: each run needs an output folder of its own; write {DIR} where the "
-            f"command names the folder (-- {request.script} --output_dir {DIR}), or name the "
-            "folder that the script always writes with --output"
+            f"{request.script}: each run needs its own output folder; write {DIR} where the "
+            f"command names the folder (-- {request.script} --output_dir {DIR}), or name a "
+            "fixed output folder with --output"
         )
     if request.output is not None:
         for path in (request.output, *(_aside(request.output, name) for name in _PLACES)):
             if os.path.lexists(path):
                 raise UsageError(
-                    f"--output: {path} exists, and the runs would write into it; move it or name "
-                    "another folder"
+                    f"--output: {path} already exists, and the runs would write into it; move "
+                    "it or choose another folder"
                 )
     if request.last_step is not None and request.last_step <= request.save_at:
         raise UsageError(
-            f"--steps {request.last_step}: expected more than --save-at {request.save_at}; nothing "
-            "would be compared"
+            f"--steps {request.last_step}: expected more than --save-at {request.save_at}, "
+            "otherwise nothing would be compared"
         )
 
 
@@ -143,8 +143,8 @@ def _workspace(request: Request) -> Iterator[Path]:
             request.output.resolve()
         ):
             raise UsageError(
-                f"--keep: {request.keep} lies in the folder of --output, which each run begins "
-                "without; choose another path"
+                f"--keep: {request.keep} is inside the --output folder, which must not exist "
+                "when a run starts; choose another path"
             )
         request.keep.mkdir(parents=True, exist_ok=True)
         yield request.keep.resolve()
@@ -188,7 +188,7 @@ class _Proof:
         if not reference or all(step.number <= save.number for step in reference[0].steps):
             raise UsageError(
                 f"{request.script}: no step follows the save after step {save.number}; save "
-                "earlier, or train longer"
+                "earlier or train longer"
             )
         files = self._files_of(save)
         found = compare(interrupted, reference, resumed, files=files)
@@ -213,9 +213,9 @@ class _Proof:
         steps = max((step.number for one in interrupted for step in one.steps), default=0)
         if not interrupted:
             raise UsageError(
-                f"{request.script}: no optimizer step of an Accelerator was seen; prove-resume "
-                "needs a script that trains with accelerate or transformers.Trainer, in an "
-                "environment where ckptfix is installed"
+                f"{request.script}: no optimizer step of an Accelerator was recorded; "
+                "prove-resume needs a script that trains with accelerate or "
+                "transformers.Trainer, in an environment where ckptfix is installed"
             )
         saves = [one for run in interrupted for one in run.saves]
         late = [one for one in saves if one.number >= max(request.save_at, 1)]
@@ -228,21 +228,24 @@ class _Proof:
             )
             raise UsageError(
                 f"{request.script}: no save at step {request.save_at} or later in "
-                f"{count_of(steps, 'step')} ({seen}); give the script an option that saves more "
-                "often, or change --save-at or --steps"
+                f"{count_of(steps, 'step')} ({seen}); make the script save more often, or "
+                "change --save-at or --steps"
             )
         if not any(one.end == "saved" for one in interrupted):
             raise UsageError(
-                f"{request.script}: it ends after the save at step {late[0].number}; nothing is "
-                "left to compare; save earlier, or train longer"
+                f"{request.script}: the script ends after the save at step {late[0].number}, "
+                "so nothing is left to compare; save earlier or train longer"
             )
         return late[0]
 
     def _check_resumed(self, interrupted: RankRuns, resumed: RankRuns, save: Save) -> None:
         request = self.request
-        how = f"give the option that resumes: --resume-args '--resume_from_checkpoint {CHECKPOINT}'"
+        how = (
+            "pass the script's option that resumes: "
+            f"--resume-args '--resume_from_checkpoint {CHECKPOINT}'"
+        )
         if request.resume_arguments:
-            how = f"{' '.join(request.resume_arguments)} did not make it resume {save.folder}"
+            how = f"check that {' '.join(request.resume_arguments)} makes it resume {save.folder}"
         if not resumed or not any(one.entries for one in resumed):
             raise UsageError(
                 f"{request.script}: the resumed run made no step after the save at step "
@@ -252,7 +255,8 @@ class _Proof:
         weights = [one.entries[0].states.get("weights") for one in (interrupted[0], resumed[0])]
         if not was_loaded and weights[0] == weights[1]:
             raise UsageError(
-                f"{request.script}: the resumed run began anew, and loaded no checkpoint; {how}"
+                f"{request.script}: the resumed run started from scratch and loaded no checkpoint; "
+                f"{how}"
             )
 
     def _files_of(self, save: Save) -> frozenset[str] | None:
@@ -328,8 +332,8 @@ class _Proof:
             now = time.monotonic()
             if self.request.timeout is not None and now - begin > self.request.timeout:
                 raise OperationError(
-                    f"{self.request.script}: a run took more than {self.request.timeout:g} seconds "
-                    f"(--timeout): {self._said(records / 'output.log')}"
+                    f"{self.request.script}: a run took longer than {self.request.timeout:g} "
+                    f"seconds (--timeout): {self._said(records / 'output.log')}"
                 )
             names = os.listdir(records)
             count = sum(one.startswith("ended-") for one in names)
@@ -350,13 +354,11 @@ class _Proof:
             dict.fromkeys(one for line in lines if _RAISED.match(one := _RANK.sub("", line)))
         )
         where = (
-            log
+            f"full output: {log}"
             if self.request.keep is not None
-            else f"DIR/{log.parent.name}/{log.name} with --keep DIR"
+            else f"full output with --keep DIR: DIR/{log.parent.name}/{log.name}"
         )
-        return (
-            f"{' / '.join(raised[-3:] or lines[-3:]) or 'it printed nothing'} (its output: {where})"
-        )
+        return f"{' / '.join(raised[-3:] or lines[-3:]) or 'it printed nothing'} ({where})"
 
     # Output folders.
 

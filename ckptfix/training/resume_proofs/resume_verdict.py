@@ -176,7 +176,7 @@ def compare(
             None,
         )
         if difference is None and mine is not None and _save_at(one, saved_at) is None:
-            words = f"one of two uninterrupted runs saves after step {saved_at}, the other does not"
+            words = f"only one of two uninterrupted runs saves after step {saved_at}"
             difference = Difference(saved_at, one.rank, "counters", words)
     if difference is not None:
         return replace(nothing, control=difference)
@@ -381,11 +381,12 @@ class _Pair:
         relation = Relation.MORE if ran_on else Relation.FEWER
         number = len(self._steps) if ran_on else len(self._after)
         words = (
-            f"the resumed run goes on after {count_of(number, 'step')}, the uninterrupted one ends"
+            f"the uninterrupted run ends after {count_of(number, 'step')}, but the resumed "
+            "run continues"
             if ran_on
             else (
-                f"the resumed run ends after {count_of(number, 'step')}, the uninterrupted one "
-                "goes on"
+                f"the resumed run ends after {count_of(number, 'step')}, but the "
+                "uninterrupted run continues"
             )
         )
         return self._explained(
@@ -479,18 +480,18 @@ class _Pair:
         used = _step_of(self._one, now)
         if used is not None:
             relation = Relation.EARLIER if used <= row.step else Relation.LATER
-            return relation, f"{micro}the one that the uninterrupted run used at step {used}"
+            return relation, f"{micro}the uninterrupted run used this batch at step {used}"
         for one in self._all:
             used = _step_of(one, now)
             if used is not None:
-                words = f"the one that rank {one.rank} of the uninterrupted run used at step {used}"
+                words = f"rank {one.rank} of the uninterrupted run used this batch at step {used}"
                 return Relation.OTHER_RANK, micro + words
         same = [path for path, digest in now.leaves.items() if was.leaves.get(path) == digest]
         if same:
             changed = [path or "the tensor" for path in now.leaves if path not in same]
             words = (
-                f"the same samples with other content in {list_names(changed)} ({list_names(same)} "
-                "equal)"
+                f"same samples with different content in {list_names(changed)} "
+                f"({list_names(same)} equal)"
             )
             return Relation.SAME_SAMPLES, micro + words
         known = {
@@ -503,9 +504,9 @@ class _Pair:
         if now.samples and known.issuperset(now.samples):
             return (
                 Relation.REORDERED,
-                f"{micro}samples that the uninterrupted run used in other batches",
+                f"{micro}the uninterrupted run used these samples in other batches",
             )
-        return Relation.NEW, f"{micro}one that the uninterrupted run never used"
+        return Relation.NEW, f"{micro}the uninterrupted run never used this batch"
 
 
 def _step_of(run: RankRun, batch: Batch) -> int | None:
@@ -540,7 +541,9 @@ def _words(state: str, row: _Row, other: _Row, names: tuple[str, ...]) -> str:
     was, now = row.states.get(state, {}), other.states.get(state, {})
     if state == "generators":
         sources = dict.fromkeys(map(_source, names))
-        return f"the random state of {list_names(sources)} differs"
+        differ = "state" if len(sources) == 1 else "states"
+        verb = "differs" if len(sources) == 1 else "differ"
+        return f"the random {differ} of {list_names(sources)} {verb}"
     if not now:
         return f"none (expected {count_of(len(was), 'value')}: {list_names(was)})"
     if state == "loss":

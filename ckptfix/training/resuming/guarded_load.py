@@ -213,12 +213,12 @@ def _undoubled(
     if not elsewhere and dataloaders is not Requirement.IGNORE:
         # A tie that the file lacks looked like another wrapper: all is where its number says.
         return report
-    left = "; data loaders start anew: which of their states is current is not known"
+    left = "; data loaders start over, because their current state cannot be identified"
     warn_caller(
-        f"{root} does not hold what this run registers, number by number: objects were prepared "
-        "twice when it was saved, or a repair renamed keys. Loaded by content: "
-        f"{'; '.join(elsewhere)}{left if dataloaders is Requirement.IGNORE else ''}; next: "
-        f"{command('check', root)}"
+        f"{root}: the numbered files do not match the objects of this run: objects were "
+        "prepared twice when it was saved, or a repair renamed keys. Loaded by content "
+        f"instead: {'; '.join(elsewhere)}{left if dataloaders is Requirement.IGNORE else ''}; "
+        f"next: {command('check', root)}"
     )
     return report
 
@@ -253,7 +253,7 @@ def _examined(accelerator: Any, siblings: Siblings, path: AnyPath, number: int) 
         for index in range(len(getattr(accelerator, f"_{stem}s")))
     )
     lost = [name for name in wanted if name not in there]
-    problem = f"no {' and no '.join(lost)}, which this run registers" if lost else None
+    problem = f"no {' and no '.join(lost)}, which this run needs" if lost else None
     return replace(candidate, problem=problem)
 
 
@@ -283,8 +283,8 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
     """
     if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
         raise UsageError(
-            f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as "
-            "'step_{}'"
+            f"pattern={pattern!r}: expected a folder name with {{}} in place of the number, "
+            f"such as 'step_{{}}'"
         )
     if is_url(path):
         return _latest_in_store(str(path), pattern)
@@ -333,19 +333,17 @@ def _latest(
     if best is None:
         names = ", ".join(one.path.name for one in choice.rivals)
         raise UsageError(
-            f"{folder}: {names} are of different kinds, and their times do not say which is newer; "
-            f"next: latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another "
-            "pattern"
+            f"{folder}: {names} follow different naming patterns, and their times do not show "
+            f"which is newer; next: latest_checkpoint({str(folder)!r}, "
+            f"pattern={FAMILIES[0]!r}) or another pattern"
         )
-    words = []
+    words = ""
     if choice.passed_over:
-        words.append(f"passed over {problems_in(choice.passed_over)}")
+        words += f" and passed over {problems_in(choice.passed_over)}"
     if others := [one.path.name for one in choice.rivals if one is not best]:
-        words.append(
-            f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind"
-        )
+        words += f"; older by the time of the save: {', '.join(others)}; pattern= selects one kind"
     if words:
-        warn_caller(f"{folder}: took {best.path.name} and {'; '.join(words)}")
+        warn_caller(f"{folder}: took {best.path.name}{words}")
     return best.path
 
 
@@ -353,6 +351,6 @@ def _what_is_there(folder: AnyPath, patterns: Sequence[str]) -> str:
     others = sorted(
         name for name in names_in(folder) if (folder / name).is_dir() and name != JOURNAL
     )
-    there = f"; there are {', '.join(others[:3])}" if others else ""
+    there = f"; found {', '.join(others[:3])}" if others else ""
     kinds = ", ".join(pattern.replace("{}", "<number>") for pattern in patterns)
-    return f"only folders called {kinds} are looked at{there}"
+    return f"expected folders named {kinds}{there}"

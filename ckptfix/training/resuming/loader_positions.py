@@ -71,7 +71,7 @@ def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
         elif isinstance(position, str):
             problems.append(f"{name}: {position}")
         elif not is_followable(loader):
-            problems.append(f"{name}: {type(loader).__name__} is iterated in its own way")
+            problems.append(f"{name}: ckptfix cannot follow how {type(loader).__name__} iterates")
         else:
             followed = follow(loader)
             followed.name = name
@@ -95,8 +95,8 @@ def _paired(
                 pairs[number] = position
             else:
                 pairs[number] = (
-                    f"position not restored: its data are {in_words(signature(loader))}, in the "
-                    f"checkpoint {in_words(position.signature)}"
+                    "position not restored: the data do not match (expected "
+                    f"{in_words(position.signature)}, found {in_words(signature(loader))})"
                 )
         return pairs, []
     found = [one for one in saved if isinstance(one, Position)]
@@ -156,7 +156,7 @@ def resume_dataloader(accelerator: Any, loader: Any) -> Any:
     if not any(one is loader for one in accelerator._dataloaders):
         raise UsageError(
             "resume_dataloader(): expected a data loader that this Accelerator has prepared, "
-            f"found {type(loader).__name__}; help: give it what prepare() returned"
+            f"found {type(loader).__name__}; help: pass the loader that prepare() returned"
         )
     if not is_followable(loader):
         return loader

@@ -359,18 +359,18 @@ class FollowedLoader:
             if running.fetched_by_script > (position.fetched or 0):
                 return
             warn_caller(
-                f"{self.name}: {_numbers(position.yielded)} used again, the checkpoint was saved "
-                f"after batch {position.yielded}: the run does not continue the one that was "
-                "saved; help: iterate accelerator.resume_dataloader(loader) in the first epoch "
-                "after load_state"
+                f"{self.name}: {_numbers(position.yielded)} used again, although the "
+                f"checkpoint was saved after batch {position.yielded}, so this run does not "
+                "continue the saved one; help: in the first epoch after load_state, iterate "
+                "over accelerator.resume_dataloader(loader)"
             )
         elif self.resumed is not None:
             position, self.resumed = self.resumed, None
             if not position.is_at_end:
                 warn_caller(
-                    f"{self.name}: the checkpoint was saved after batch {position.yielded} of a "
-                    "pass over it, and the script trains on without going on with that pass; its "
-                    "next pass begins anew"
+                    f"{self.name}: the checkpoint was saved after batch {position.yielded} of "
+                    "a pass, but the script trains without finishing that pass; the next "
+                    "pass starts from the beginning"
                 )
 
 
@@ -387,7 +387,7 @@ def training_goes_on(accelerator: Any) -> None:
     for position in UNCLAIMED.pop(accelerator, ()) if UNCLAIMED else ():
         warn_caller(
             f"the checkpoint was saved after batch {position.yielded} of a pass over "
-            f"{in_words(position.signature)}, and no data loader of this run goes on with that "
+            f"{in_words(position.signature)}, but no data loader of this run continues that "
             "pass"
         )
 
@@ -475,8 +475,8 @@ class Pass:
             if len(loader.dataset) % max(1, loader.state.num_processes):
                 warn_caller(
                     f"{self.followed.name}: the last batch of this pass is not bit-exact: a "
-                    "dispatcher with workers completes it with samples of the first batch after "
-                    "the resume"
+                    "dispatcher with workers fills it up with samples from the first batch "
+                    "after the resume"
                 )
             return
         sampler = samplers[0]
@@ -492,10 +492,11 @@ class Pass:
         )
         skipped = self.fetched_by_script // (1 if is_counted else self.per_batch)
         warn_caller(
-            f"{self.followed.name}: the script skips to batch {skipped + 1}, and the checkpoint "
-            f"was saved after batch {position.yielded}: the run does not continue the one that "
-            "was saved; help: iterate accelerator.resume_dataloader(loader), which skips as many "
-            f"as were used{self._or_with_a_length()}"
+            f"{self.followed.name}: the script skips to batch {skipped + 1}, but the "
+            f"checkpoint was saved after batch {position.yielded}, so this run does not "
+            "continue the saved one; help: iterate over "
+            "accelerator.resume_dataloader(loader), which skips exactly the used "
+            f"batches{self._or_with_a_length()}"
         )
 
     def _or_with_a_length(self) -> str:
@@ -562,9 +563,9 @@ class Pass:
             if self.fetched < position.fetched:
                 self.resumed = None
                 warn_caller(
-                    f"{self.followed.name}: it ended after batch {self.fetched // self.per_batch}, "
-                    f"and the checkpoint was saved after batch {position.yielded}: the data are "
-                    "not the same"
+                    f"{self.followed.name}: the pass ended after batch "
+                    f"{self.fetched // self.per_batch}, but the checkpoint was saved after "
+                    f"batch {position.yielded}, so the data are not the same"
                 )
             else:
                 self._reach(position)

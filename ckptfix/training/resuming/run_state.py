@@ -349,7 +349,8 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
     if found:
         size = sum(one.numel() * one.element_size() for one in found.values())
         _log.info(
-            "save_state within an accumulation: its gradients are saved, too (%s)",
+            "save_state was called during gradient accumulation: the accumulated gradients "
+            "are saved too (%s)",
             human_size(size),
         )
     return found or None
@@ -372,7 +373,7 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
     except FileNotFoundError:
         return _go_on_without(accelerator, folder, left)
     except (OSError, ValueError) as error:
-        return [f"{error}; next: continue as after a load of accelerate's own"]
+        return [f"{error}; next: continue as after accelerate's own load_state"]
     return _restored(accelerator, folder, state, left)
 
 
@@ -385,8 +386,8 @@ def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]
 
 
 _OF_STOCK = (
-    "the data order and random numbers within an epoch are not restored: accelerate alone saved this "
-    "checkpoint, without a run state"
+    "data order and random numbers within an epoch are not restored: the checkpoint was "
+    "saved by accelerate alone, without a run state"
 )
 
 
@@ -401,7 +402,10 @@ def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list
     except (OSError, ValueError) as error:
         return [str(error)]
     if main["world"] == accelerator.num_processes:
-        return [f"rank {accelerator.process_index} took no part in the save and has no run state"]
+        return [
+            f"rank {accelerator.process_index} did not take part in the save, so it has "
+            "no run state"
+        ]
     return _restored(accelerator, folder, main, left)
 
 
@@ -423,9 +427,10 @@ class _Restoring:
         random = GeneratorStates.from_plain(state["random"])
         if name := _saved_over(self._folder, state) or self._saved_over_main():
             return [
-                f"{name} is not the one of this save, as after a save without ckptfix or a copy: "
-                f"{run_state_name(state['rank'])} is of an older save and left out, and with it "
-                "data order and random numbers within an epoch"
+                f"{name} has changed since {run_state_name(state['rank'])} was written, for "
+                "example by a save without ckptfix or a copy; "
+                f"{run_state_name(state['rank'])} was ignored, so data order and random "
+                "numbers within an epoch are not restored"
             ]
         if not self._is_same_world:
             self._problems.append(
@@ -433,8 +438,8 @@ class _Restoring:
             )
         elif self._is_of_another_save():
             return [
-                f"{run_state_name(accelerator.process_index)} is of another save than "
-                f"{run_state_name(0)}"
+                f"{run_state_name(accelerator.process_index)} and {run_state_name(0)} are "
+                "from different saves"
             ]
         else:
             self._restore_own()
@@ -491,7 +496,8 @@ class _Restoring:
         accelerator, state = self._accelerator, self._state
         if state["is_cut"]:
             self._problems.append(
-                "the save cut an accumulation, and its gradients are spread over the ranks"
+                "the checkpoint was saved during gradient accumulation, and the gradients, "
+                "which are sharded across ranks, were not saved"
             )
         if "step" not in self._left:
             self._restore_gradients(state["gradients"] or {})
@@ -542,15 +548,17 @@ class _Restoring:
         state = thing.state_dict()
         if wanted not in (fingerprint(state), fingerprint(_sampled(state))):
             self._problems.append(
-                f"{name}: its state on this rank was another one, too large or too special for the "
-                "run state"
+                f"{name}: the state of this rank was different, but the run state could not store "
+                "it (too large, or not plain values)"
             )
 
     def _restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         parameters = dict(_named_parameters(self._accelerator))
         unknown = [name for name in gradients if name not in parameters]
         if unknown:
-            self._problems.append(f"gradients of {list_names(unknown)}: no parameter has this name")
+            self._problems.append(
+                f"gradients of {list_names(unknown)}: this run has no such parameter"
+            )
         for name, gradient in gradients.items():
             if name in parameters:
                 parameter = parameters[name]
@@ -594,8 +602,8 @@ class _Restoring:
         wanted = [(one["optimizer"], one["type"]) for one in saved]
         if wanted and wanted != [(number, type(one).__name__) for number, one in there]:
             self._problems.append(
-                f"scheduler {saved[0]['type']} was not prepared, and is not in the checkpoint: "
-                "prepare() it"
+                f"scheduler {saved[0]['type']} was not prepared, so the checkpoint does not "
+                "contain it; pass it to prepare()"
             )
         elif wanted and self._is_same_world:
             self._restore_each("unprepared scheduler", [one for _, one in there], saved)
@@ -620,9 +628,7 @@ class _Restoring:
             difference = first_difference(wanted, current())
             if difference is not None:
                 at = f" ({difference})" if difference else ""
-                self._problems.append(
-                    f"{name}: not what the checkpoint holds after it was loaded{at}"
-                )
+                self._problems.append(f"{name}: after loading, it differs from the checkpoint{at}")
                 return
 
 

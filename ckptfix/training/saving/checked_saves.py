@@ -162,9 +162,9 @@ class _Budget:
         """Take bytes that are about to be read. Raises _LimitReached."""
         self._left -= size
         if self._left < 0:
-            raise _LimitReached(f"more than {_BYTES / 1e6:g} MB to read")
+            raise _LimitReached(f"the check would read more than {_BYTES / 1e6:g} MB")
         if perf_counter() > self._end:
-            raise _LimitReached(f"more than {1000 * self._seconds:g} ms")
+            raise _LimitReached(f"the check took more than {1000 * self._seconds:g} ms")
 
 
 def checks_saves(given: bool | None) -> bool:
@@ -213,13 +213,13 @@ def check_save(
     except _LimitReached as limit:
         with suppress(TypeError):  # no weak reference to it
             _too_long.add(subject)
-        what = f"not checked after the save, nor are later ones: {limit}"
+        what = f"neither this save nor later ones are checked: {limit}"
         _say("limit", f"{name}: {what}; next: {_command('check', name)}")
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         _say(
             "failed",
-            f"{name}: not checked after the save: {what}; next: {_command('check', name)}",
+            f"{name}: the check after the save failed: {what}; next: {_command('check', name)}",
         )
 
 
@@ -493,12 +493,13 @@ def _described(finding: Finding, place: str, step: int | None) -> str:
     remedy = "; ".join(finding.advice_at(place).splitlines()) or _command("repair", place)
     if isinstance(finding, DeadAdapter) and not isinstance(finding, DeadLora):
         remedy += (
-            "; for the next save: accelerator.unwrap_model(model, "
-            "keep_torch_compile=False).save_pretrained(...), without the state_dict of a wrapper"
+            "; for the next save, call accelerator.unwrap_model(model, "
+            "keep_torch_compile=False).save_pretrained(...) without the state_dict of a "
+            "wrapper"
         )
     at = f" (step {step})" if step is not None else ""
     return (
-        f"{place}{at}: {finding}; next: {remedy}; reported once a run: ckptfix explain "
+        f"{place}{at}: {finding}; next: {remedy}; reported once per run: ckptfix explain "
         f"{finding.code}"
     )
 

@@ -360,8 +360,8 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
         return f"{place.url}/checkpoint_{max([config.iteration, *taken])}"
     if mangled := re.match(r"([a-z][a-z0-9]*):/(?!/)", given):
         raise UsageError(
-            f"{given}: a URL in a Path loses a slash, and this would be a folder called "
-            f"{mangled[1]}:; give it as text: {mangled[1]}://{given[mangled.end() :]}"
+            f"{given}: a URL in a Path loses a slash, so this would create a folder named "
+            f"{mangled[1]}:; pass the URL as a string: {mangled[1]}://{given[mangled.end() :]}"
         )
     if not automatic:
         return Path(os.path.abspath(os.path.expanduser(given)))

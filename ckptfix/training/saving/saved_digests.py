@@ -346,7 +346,7 @@ def _follow(path: Path, begin: int, is_complete: Event) -> str:
             if size <= at and was_complete:
                 break
             if size < at:
-                raise ChangedError(f"{path} has {size} bytes, it had {at}")
+                raise ChangedError(f"{path} shrank from {at} to {size} bytes")
             for block in files.blocks((Piece(path, at, size - at),), buffer):
                 digest.update(block)
             if size == at:

@@ -444,7 +444,8 @@ def _name_leftovers() -> None:
             _named.add(folder)
             upload = f"ckptfix upload {shell_path(folder)} {shell_path(where)}"
             _log.warning(
-                "%s: the process that saved it ended before it was uploaded to %s; next: %s, or: rm -r %s",
+                "%s: the process that saved this checkpoint ended before it was uploaded to "
+                "%s; next: %s, or: rm -r %s",
                 folder, where, upload, shell_path(folder),
             )  # fmt: skip
 
@@ -595,8 +596,9 @@ def _move_in(staging: StagedSave, manifest: bytes) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{target} holds files of two saves now: {error}; those that are not yet in place are "
-            f"in {folder}; next: save again; to resume meanwhile: {instead_of(target)}",
+            f"{target} now contains files of two saves: {error}; the files that are not yet "
+            f"in place are in {folder}; next: save again; to resume in the meantime: "
+            f"{instead_of(target)}",
         ) from error
     (journal / UNFINISHED).unlink()
     for parent in {folder.parent, journal}:

@@ -127,8 +127,8 @@ def train(
         said = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(views))
         raise UsageError(
             f"the processes resume from different checkpoints ({said}); next: pass "
-            "resume_from_checkpoint=True, which takes the newest that is complete for all of "
-            "them"
+            "resume_from_checkpoint=True, which picks the newest checkpoint that is complete "
+            "on all of them"
         )
     if not own:
         return method(resume_from_checkpoint, *args, **kwargs)
@@ -143,12 +143,13 @@ def train(
         # What proves two runs may lie on the disk of one node. Without any checkpoint on a disk all
         # others fail.
         if all(view for _, view in views):
-            ranks.agree(error, "the choice of a checkpoint")
+            ranks.agree(error, "choosing a checkpoint")
         elif error is not None:
             raise error
     elif (problem := together[0].problem) is not None:
         raise UsageError(
-            f"{together[0].path} is not resumed from: {problem}; next: {_instead(on_disk(together[0].path))}"
+            f"cannot resume from {together[0].path}: {problem}; next: "
+            f"{_instead(on_disk(together[0].path))}"
         )
     _ensure_weights_fit(trainer, Path(str(given)))
     _warn_of_inexact(Path(str(given)))
@@ -165,9 +166,9 @@ def _ensure_weights_fit(trainer: Any, path: Path) -> None:
     for entry in model_entries(scan_folder(path), None):
         if entry.chain and own and own.isdisjoint(entry.shapes):
             raise UsageError(
-                f"{path} is not resumed from: none of {count_of(len(entry.shapes), 'tensor')} in "
-                f"{entry.label} has a name of the model, as they begin with "
-                f"{'.'.join(entry.chain)}; next: {command('check', path)}"
+                f"cannot resume from {path}: no key of {entry.label} matches the model "
+                f"({count_of(len(entry.shapes), 'key')}, all with the prefix "
+                f"{'.'.join(entry.chain)}); next: {command('check', path)}"
             )
 
 
@@ -213,8 +214,8 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     ):
         if _is_first():
             _log.warning(
-                "%s was saved by transformers alone: a dataset that draws random numbers goes on "
-                "with others",
+                "%s was saved by transformers alone: a dataset that draws random numbers "
+                "will draw different ones",
                 checkpoint,
             )
         return
@@ -301,7 +302,7 @@ def _lacking(path: Path, siblings: Sequence[Path]) -> str | None:
     required = [one for one in _missing(path, siblings) if _requirement(one) is Requirement.REQUIRE]
     if not required:
         return None
-    return f"{_in_words(required)} ({_option()} allows it)"
+    return f"{_in_words(required)} (to allow it: {_option()})"
 
 
 def _option() -> str:
@@ -328,13 +329,13 @@ def _requirement(state: MissingState) -> Requirement:
 def _in_words(missing: Sequence[MissingState]) -> str:
     if is_model_alone(missing):
         return (
-            "it holds a model alone, as save_only_model=True saves it, and the rest would start "
-            "anew"
+            "it contains only the model, as with save_only_model=True, and everything else "
+            "would start over"
         )
     are = "is" if len(missing) == 1 and " " not in missing[0].name else "are"
     return (
-        f"{', '.join(one.name for one in missing)} {are} missing, which the Trainer would start "
-        "anew in silence"
+        f"{', '.join(one.name for one in missing)} {are} missing, and the Trainer would "
+        "silently reset that state"
     )
 
 
@@ -354,7 +355,7 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
 
     def look(path: AnyPath, number: int) -> Candidate:
         return known.get(path.name) or Candidate(
-            path=path, number=number, problem="it was saved meanwhile"
+            path=path, number=number, problem="it was saved in the meantime"
         )
 
     choice = choose(folder, (TRAINER,), look)
@@ -366,8 +367,8 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
         is_allowed = any(_option() in (one.problem or "") for one in found)
         step = _option() if is_allowed else command("check", folder, "", "-r")
         raise UsageError(
-            f"no complete checkpoint in {folder} ({problems_in(found)}); next: {step}; to start "
-            "anew, move these folders away"
+            f"no complete checkpoint in {folder} ({problems_in(found)}); next: {step}; to "
+            "start from scratch, move these folders away"
         )
     broken = [one for one in found if one.number > best.number]
     if broken and _is_first():

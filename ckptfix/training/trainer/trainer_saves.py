@@ -183,7 +183,7 @@ class _TrainerSave:
         try:
             rotate_steps(staging.target, limit, best=None if best is None else Path(best))
         except OSError as error:
-            _log.warning("%s: old checkpoints could not all be removed: %s", self._run, error)
+            _log.warning("%s: could not remove all old checkpoints: %s", self._run, error)
 
 
 def _warn_of_later(saved: Path) -> None:
@@ -199,7 +199,7 @@ def _warn_of_later(saved: Path) -> None:
         _warned.add(str(saved.parent))
         name = TRAINER.replace("{}", str(later))
         warn_caller(
-            f"{saved.parent} holds {name}, of another run: resume_from_checkpoint=True takes it "
-            f"before {saved.name}, which was just saved, and save_total_limit does not count it; "
-            "help: move it away"
+            f"{saved.parent} contains {name} from another run: resume_from_checkpoint=True "
+            f"picks it over {saved.name}, which was just saved, and save_total_limit does not "
+            "count it; help: move it away"
         )

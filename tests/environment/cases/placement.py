@@ -13,7 +13,7 @@ TIED = Folder(
     ties=(
         Tie(
             names=("embed.weight", "head.weight"),
-            proof="model.safetensors names the other as its alias",
+            proof="model.safetensors lists them as aliases of one tensor",
         ),
     ),
 )
