@@ -143,7 +143,7 @@ def live(root: Path, tensors: Tensors, base: Callable[[], torch.nn.Module] = lla
     """Return how many of these tensors PEFT loads from a folder, or the class of its error."""
     try:
         model = peft.PeftModel.from_pretrained(base(), str(root))
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         return type(error).__name__
     loaded = peft.get_peft_model_state_dict(model)
     equal = sum(

@@ -383,6 +383,25 @@ class Evidence:
         if not (is_trained or history.is_moved):
             yield untrained
 
+    def shown_apart(self, original: Component, entry: Component) -> str:
+        """Return the name of a checkpoint of the run in which two equal entries differ, "" without
+        such a checkpoint.
+
+        A checkpoint with another number of models with these keys shows no pair.
+        """
+        pair = [(_twins(self.folder, model), model.path) for model in (original, entry)]
+        places = [[twin.path for twin in twins].index(path) for twins, path in pair]
+        for neighbour in self._neighbours.spread():
+            with suppress(CkptfixError, OSError), neighbour.opened() as root:
+                folder = neighbour.scan(Role.MODEL, root=root)
+                there = [_twins(folder, model) for model in (original, entry)]
+                if list(map(len, there)) != [len(twins) for twins, _ in pair]:
+                    continue
+                ours, theirs = (twins[place] for twins, place in zip(there, places, strict=True))
+                if not _is_equal(root, ours, root, theirs):
+                    return neighbour.name
+        return ""
+
     def has_moments(self, path: PurePosixPath) -> bool:
         """Return whether an optimizer has made a step with a gradient that was not 0."""
         facts = self.optimizers.get(path)

@@ -19,6 +19,7 @@ import accelerate.big_modeling
 import torch
 from torch import nn
 
+from ckptfix.devices.patching import Patch, Patches
 from ckptfix.devices.torch_devices import device_type
 from ckptfix.devices.transfers import (
     Mode,
@@ -396,12 +397,8 @@ def _accelerators(places: Iterable[Any]) -> set[int]:
     return found
 
 
-_CHECK, _ATTACH = "check_device_map", "attach_align_device_hook_on_blocks"
-
-_patched_mode: Mode | None = None
-"""The mode of models that accelerate dispatches; None: the patch is off."""
-
-_originals: dict[str, Callable[..., Any]] = {}
+_patched_mode = Mode.AUTO
+"""The mode of models that accelerate dispatches while the patch is on."""
 
 
 def patch_dispatch(mode: Mode) -> None:
@@ -417,10 +414,7 @@ def patch_dispatch(mode: Mode) -> None:
     """
     global _patched_mode
     _patched_mode = mode
-    if not _originals:
-        for name, in_front_of in ((_CHECK, _in_front_of_check), (_ATTACH, _in_front_of_attach)):
-            _originals[name] = getattr(accelerate.big_modeling, name)
-            setattr(accelerate.big_modeling, name, in_front_of(_originals[name]))
+    _DISPATCH.install()
 
 
 def unpatch_dispatch() -> None:
@@ -429,20 +423,14 @@ def unpatch_dispatch() -> None:
     Models that were dispatched keep their references: taking those away would let their next
     forward copy directly. ``remove_safe_transfers(model)`` does that.
     """
-    global _patched_mode
-    _patched_mode = None
-    while _originals:
-        name, original = _originals.popitem()
-        if getattr(getattr(accelerate.big_modeling, name), "__wrapped__", None) is original:
-            setattr(accelerate.big_modeling, name, original)
+    _DISPATCH.remove()
 
 
 def _in_front_of_check(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def check(model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         done = original(model, device_map, *args, **kwargs)
         places = set(device_map.values())
-        if _patched_mode is not None and len(places) == 1:
+        if len(places) == 1:
             hold(model, places, _patched_mode)
         return done
 
@@ -450,10 +438,7 @@ def _in_front_of_check(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_front_of_attach(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def attach(module: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if _patched_mode is None:
-            return original(module, execution_device, *args, **kwargs)
         places = (
             execution_device.values()
             if isinstance(execution_device, Mapping)
@@ -465,3 +450,9 @@ def _in_front_of_attach(original: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return attach
+
+
+_DISPATCH = Patches(
+    Patch("accelerate.big_modeling:check_device_map", _in_front_of_check),
+    Patch("accelerate.big_modeling:attach_align_device_hook_on_blocks", _in_front_of_attach),
+)

@@ -16,10 +16,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from ckptfix.devices.patching import Patch, Patches
 from ckptfix.devices.torch_devices import device_type
 from ckptfix.hardware import Pair
 
@@ -154,29 +156,17 @@ class HookPatch:
 
     def __init__(self, decide: Decide) -> None:
         """Install the replacements."""
-        import accelerate.hooks
-
-        self._module = accelerate.hooks
-        self._originals = {
-            name: getattr(self._module, name)
-            for name in ("send_to_device", "set_module_tensor_to_device")
-        }
-        self._stand_ins = {
-            "send_to_device": _sending(self._originals["send_to_device"], decide),
-            "set_module_tensor_to_device": _setting(
-                self._originals["set_module_tensor_to_device"], decide
-            ),
-        }
-        for name, stand_in in self._stand_ins.items():
-            setattr(self._module, name, stand_in)
+        self._patches = Patches(
+            Patch("accelerate.hooks:send_to_device", partial(_sending, decide=decide)),
+            Patch("accelerate.hooks:set_module_tensor_to_device", partial(_setting, decide=decide)),
+        )
+        self._patches.install()
 
     def remove(self) -> bool:
         """Put the originals back, and leave in place what others put there since; always done at
         once: True.
         """
-        for name, original in self._originals.items():
-            if getattr(self._module, name) is self._stand_ins[name]:
-                setattr(self._module, name, original)
+        self._patches.remove()
         return True
 
 

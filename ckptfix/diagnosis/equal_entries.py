@@ -25,12 +25,13 @@ from ckptfix.checkpoint.pairing import (
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.case import Case, Verdict
-from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.base import Finding, as_kind
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,
     DoubledModel,
     DoubledStates,
     EntryGap,
+    EqualAtThisSave,
     IdenticalModels,
     IdenticalStates,
     NearlyEqualModels,
@@ -217,7 +218,7 @@ def _match(
                 sampled=not full,
             )
         if difference is None:
-            return IdenticalModels(
+            identical = IdenticalModels(
                 path=entry.path,
                 original=original.path,
                 tensors=len(entry.tensors),
@@ -226,6 +227,14 @@ def _match(
                 chains=(entry.chain, original.chain),
                 doubt=doubt,
             )
+            if isinstance(original, Component) and isinstance(entry, Component):
+                known_by = case.evidence.shown_apart(original, entry)
+                return (
+                    as_kind(EqualAtThisSave, identical, known_by=known_by)
+                    if known_by
+                    else identical
+                )
+            return identical
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
             related = _related(case, pairing, difference, is_alone, full=full)
     return related

@@ -14,7 +14,7 @@ have moments of zeros, and stay unchanged.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -66,10 +66,11 @@ _MOST_SHAPES = 4
 
 
 class _Part(NamedTuple):
-    """A shard, or the model of a sub-folder, with the weights of the earlier checkpoint.
+    """A shard, a model among several, or an optimizer among several, with the bytes of the earlier
+    checkpoint.
 
     ``weights``: how many weights of each of its shapes there are, among which the moments must be.
-    ``pieces``: those of a sub-folder, which may be frozen; none of a shard.
+    ``pieces``: those of a model among several, which may be frozen; none of a shard.
     """
 
     path: PurePosixPath
@@ -93,10 +94,15 @@ def diagnose_stale_saves(
         if after is not None and optimizers:
             with after.opened() as root:
                 if _are_equal(folder.root, root, optimizers, data=data):
-                    same = bool(weights) and _are_equal(folder.root, root, weights or (), data=data)
-                    yield from _of_later(
-                        folder, sharded, root, neighbours, optimizers, same_weights=same, data=data
+                    paths = [optimizers[0].path]
+                else:
+                    paths = list(
+                        _old_optimizers(folder, root, weights or (), optimizers, data=data)
                     )
+                same = bool(weights) and _are_equal(folder.root, root, weights or (), data=data)
+                yield from _of_later(
+                    folder, sharded, root, neighbours, paths, same_weights=same, data=data
+                )
         if before is None or not (weights or optimizers):
             return
         with before.opened() as root:
@@ -123,6 +129,10 @@ def diagnose_stale_saves(
                 ]
                 if parts:
                     yield from judge(same_weights=True, same_optimizers=False, parts=parts)
+            if optimizers and not same_optimizers:
+                old = _old_optimizers(folder, root, weights or (), optimizers, data=data)
+                if parts := [_Part(path, {}) for path in old]:
+                    yield from judge(same_weights=False, same_optimizers=True, parts=parts)
 
 
 def _are_equal(root: AnyPath, earlier: AnyPath, pieces: Sequence[Piece], *, data: bool) -> bool:
@@ -175,31 +185,34 @@ def _old_models(
     *,
     data: bool,
 ) -> Iterator[_Part]:
-    """Yield the models of sub-folders, as hooks of diffusers' scripts save them, that equal those
-    of the earlier checkpoint, where other weights do not.
+    """Yield the models that equal those of the earlier checkpoint, where other weights do not: each
+    of several that ``save_state`` wrote, and those that hooks of diffusers' scripts save to
+    sub-folders.
 
     The moments of an optimizer never belong to an average of ``EMAModel``.
     """
     states = {state.path for state in sharded}
+    places = {file.path: file.path.with_name(_entry(file)) for file in _models_of(folder)}
     pieces: dict[PurePosixPath, list[Piece]] = {}
     for piece in weights:
         if piece.path.parent.parts and piece.path.parent not in states:
             pieces.setdefault(piece.path.parent, []).append(piece)
-    if not pieces:
+        elif piece.path in places:
+            pieces.setdefault(places[piece.path], []).append(piece)
+    if len(pieces) == 1 and places:
         return
-    models = {PurePosixPath(): folder}
+    models: dict[PurePosixPath, list[Component]] = {}
+    for file in _models_of(folder):
+        models.setdefault(places[file.path], []).append(file)
     for where in pieces:
+        if where in models:
+            continue
         config = config_of_model(folder.root / where)
         if config is None or not config.is_of_average:
-            models[where] = scan_folder(folder.root / where)
+            models[where] = _models_of(scan_folder(folder.root / where))
     counts = {
-        where: Counter(
-            tensor.shape
-            for file in model.components
-            if file.role in NOT_STATES
-            for tensor in file.tensors
-        )
-        for where, model in models.items()
+        where: Counter(tensor.shape for file in files for tensor in file.tensors)
+        for where, files in models.items()
     }
     of_all = sum(counts.values(), Counter[Shape]())
     moments = Counter(
@@ -216,6 +229,85 @@ def _old_models(
         may_be_trained = any(moments[shape] >= count for shape, count in own.items())
         if may_be_trained and _are_equal(folder.root, earlier, pieces[where], data=data):
             yield _Part(pieces[where][0].path, own, pieces[where])
+
+
+def _models_of(folder: CheckpointFolder) -> list[Component]:
+    return [file for file in folder.components if file.role in NOT_STATES]
+
+
+def _entry(file: Component) -> str:
+    """Return one name for all shards of a model."""
+    return f"{file.name.stem}_{file.name.index}{file.name.suffix}"
+
+
+def _old_optimizers(
+    folder: CheckpointFolder,
+    other: AnyPath,
+    weights: Sequence[Piece],
+    optimizers: Sequence[Piece],
+    *,
+    data: bool,
+) -> Iterator[PurePosixPath]:
+    """Yield the optimizers among several whose bytes are those of another save, though weights that
+    they alone train differ.
+
+    A step of an optimizer with states changes these. Which weights it trains, a file of torch does
+    not say: those of a shape of which it alone has moments, as many as there are weights. Averages
+    and buffers have none, so that a shape of theirs shows nothing. An optimizer without states may
+    train the weights of another, as where a script goes on with plain SGD.
+    """
+    saved = list(saved_optimizers(folder, ()))
+    if (
+        len(saved) < 2
+        or any(optimizer.key or not optimizer.tensors for optimizer in saved)
+        or any(piece.path.parent.parts for piece in weights)
+    ):
+        return
+    moments: dict[Shape, Counter[PurePosixPath]] = {}
+    for optimizer in saved:
+        for tensors in optimizer.tensors.values():
+            for shape in _shapes_of(tensors):
+                moments.setdefault(shape, Counter())[optimizer.path] += 1
+    models = _models_of(folder)
+    of_all = Counter(tensor.shape for file in models for tensor in file.tensors)
+    for optimizer in saved:
+        own = [piece for piece in optimizers if piece.path == optimizer.path]
+        if not own or not _are_equal(folder.root, other, own, data=data):
+            continue
+        trained = {
+            shape
+            for shape, owners in moments.items()
+            if owners.keys() == {optimizer.path}
+            and owners[optimizer.path] >= of_all[shape] > 0
+            # The beginning of a table need not change.
+            and (data or not is_table(shape))
+        }
+        for file in models:
+            pieces = _pieces_of_shapes(
+                file, trained, weights, is_stored=store_of(other) is not None
+            )
+            samples = samples_of(pieces)
+            with suppress(FileNotFoundError):
+                if samples and not are_equal(folder.root, other, samples):
+                    yield optimizer.path
+                    break
+
+
+def _pieces_of_shapes(
+    file: Component, shapes: Collection[Shape], weights: Sequence[Piece], *, is_stored: bool
+) -> list[Piece]:
+    """Return the weights of these shapes in a file of a model: all or none of a torch file, which
+    has a piece for each storage, and of an object of a store, which is compared by its ETag.
+    """
+    pieces = [piece for piece in weights if piece.path == file.path]
+    if all(tensor.shape in shapes for tensor in file.tensors):
+        return pieces
+    begins = {
+        tensor.data_offsets[0]
+        for tensor in file.tensors
+        if tensor.data_offsets is not None and tensor.shape in shapes
+    }
+    return [] if is_stored else [piece for piece in pieces if piece.offset in begins]
 
 
 def _shapes_of(tensors: Mapping[str, Any]) -> set[Shape]:
@@ -343,7 +435,7 @@ def _judged(
         return
     saved, of_earlier = list(saved_optimizers(folder, ())), list(saved_optimizers(earlier, ()))
     for part in parts:
-        if not _is_trained(part, folder, saved, root, of_earlier):
+        if same_weights and not _is_trained(part, folder, saved, root, of_earlier):
             continue
         is_changing = _is_changing(part, folder, neighbours, data=data) if part.pieces else True
         if is_changing is not False:
@@ -378,23 +470,27 @@ def _of_later(
     sharded: Sequence[DcpFolder],
     root: AnyPath,
     neighbours: Neighbours,
-    optimizers: Sequence[Piece],
+    paths: Sequence[PurePosixPath],
     *,
     same_weights: bool,
     data: bool,
 ) -> Iterator[LaterState]:
-    """Yield that the optimizers of a checkpoint are those of the one after it, in ``root``, by
-    their step.
+    """Yield that optimizers of a checkpoint, at these paths, are those of the one after it, in
+    ``root``, by their step.
     """
+    if not paths:
+        return
     after = neighbours.after()
     assert after is not None
     later = after.scan(*_READ, root=root)
     now, then = _progress_of(later, scan_dcp_folders(later)), _progress_of(folder, sharded)
     moved = now.moved_since(then, may_be_same=same_weights)
     pair = (neighbours.home.name, after.name)
-    if moved and _owner(now, then, moved, neighbours, pair) is _Owner.LATER:
+    if not moved or _owner(now, then, moved, neighbours, pair) is not _Owner.LATER:
+        return
+    for path in paths:
         yield LaterState(
-            path=optimizers[0].path,
+            path=path,
             save=after.name,
             state="optimizer state",
             counter=moved,

@@ -8,12 +8,13 @@ from typing import Any
 import accelerate
 
 from ckptfix.devices.dispatching import patch_dispatch, unpatch_dispatch
+from ckptfix.devices.patching import Patch, Patches
 from ckptfix.devices.transfers import Mode, mode_named
 from ckptfix.training import guard
 from ckptfix.training.guard import OnReprepare, Settings, guard_of
 from ckptfix.training.loading.load_report import LoadPolicy, Requirement
 from ckptfix.training.ranks import timeout_of
-from ckptfix.training.resuming import loader_positions, positions
+from ckptfix.training.resuming import loader_positions, positions, run_state
 from ckptfix.training.resuming.guarded_load import load_state
 from ckptfix.training.saving.checked_saves import checks_saves, forget
 from ckptfix.training.saving.save_state import save_model, save_state
@@ -36,19 +37,13 @@ _GUARDED: dict[str, Callable[..., Any]] = {
 }
 """Method of ``accelerate.Accelerator`` -> the function that guards it."""
 
-_ORIGINALS: dict[str, Callable[..., Any]] = {}
-"""Methods that the patch replaced, while it is on."""
-
 
 def _in_front(
     name: str,
     signature_of: Callable[..., Any],
-    find: Callable[[accelerate.Accelerator], Callable[..., Any] | None],
+    find: Callable[[accelerate.Accelerator], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Return a method of this name with its guard in front of the method that ``find`` gives.
-
-    None from ``find`` means that the guard is off.
-    """
+    """Return a method of this name with its guard in front of the method that ``find`` gives."""
     stand_in = _GUARDED[name]
     first = list(inspect.signature(signature_of).parameters.values())[1]
     takes_one = first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -56,8 +51,6 @@ def _in_front(
     @functools.wraps(signature_of)
     def method(self: accelerate.Accelerator, *args: Any, **kwargs: Any) -> Any:
         original = find(self)
-        if original is None:
-            return signature_of(self, *args, **kwargs)
         if takes_one and not args:
             if first.name in kwargs:
                 args = (kwargs.pop(first.name),)
@@ -133,10 +126,21 @@ for _name in _GUARDED:
     )
 
 
-def _of_the_patch(
-    name: str, original: Callable[..., Any]
-) -> Callable[[accelerate.Accelerator], Callable[..., Any] | None]:
-    return lambda self: original.__get__(self) if name in _ORIGINALS else None
+def _guarded(name: str) -> Patch:
+    return Patch(
+        f"accelerate.accelerator:Accelerator.{name}",
+        lambda original: _in_front(name, original, lambda self: original.__get__(self)),
+    )
+
+
+_GUARD = Patches(
+    *map(_guarded, _GUARDED),
+    Patch(
+        "accelerate.accelerator:Accelerator.resume_dataloader",
+        lambda _: loader_positions.resume_dataloader,
+        is_new=True,
+    ),
+)
 
 
 def patch_accelerate(
@@ -179,16 +183,7 @@ def patch_accelerate(
     guard.DEFAULTS.save_together = save_together
     guard.DEFAULTS.save_timeout = save_timeout
     guard.DEFAULTS.check_saves = check_saves
-    for name in _GUARDED:
-        if name not in _ORIGINALS:
-            original = getattr(accelerate.Accelerator, name)
-            _ORIGINALS[name] = original
-            setattr(
-                accelerate.Accelerator,
-                name,
-                _in_front(name, original, _of_the_patch(name, original)),
-            )
-    accelerate.Accelerator.resume_dataloader = loader_positions.resume_dataloader
+    _GUARD.install()
     patch_dispatch(mode)
     patch_trainer()
 
@@ -202,14 +197,10 @@ def unpatch_accelerate() -> None:
     unpatch_trainer()
     unpatch_dispatch()
     forget()
-    for name, original in _ORIGINALS.items():
-        if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
-            setattr(accelerate.Accelerator, name, original)
-    _ORIGINALS.clear()
-    if vars(accelerate.Accelerator).get("resume_dataloader") is loader_positions.resume_dataloader:
-        del accelerate.Accelerator.resume_dataloader
+    _GUARD.remove()
     for accelerator, its_guard in list(guard.GUARDS.items()):
         if not isinstance(accelerator, Accelerator):
             its_guard.backward.stop()
             positions.forget(accelerator)
             del guard.GUARDS[accelerator]
+    run_state.release_classes()

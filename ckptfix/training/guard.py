@@ -23,6 +23,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from msgspec import Struct
 
 from ckptfix.devices.callers import calling_line, warn_caller
+from ckptfix.devices.patching import Method
 from ckptfix.errors import UsageError
 from ckptfix.training.prepared import (
     MARK,
@@ -37,9 +38,6 @@ from ckptfix.training.prepared import (
 )
 from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.running import as_given
-
-Method = Callable[..., Any]
-"""Method of accelerate that a guarded one calls."""
 
 REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 

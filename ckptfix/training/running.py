@@ -14,11 +14,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+from ckptfix.devices.patching import when_imported
 
 _replaced: list[ModuleType] = []  # the __main__ of before: its functions are still running
 
@@ -101,93 +102,8 @@ def as_given(in_code: str, typed: str) -> str:
     return typed if _replaced else in_code
 
 
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Do something as soon as a module has been imported; at once when it is there already."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    if name not in sys.modules:
-        sys.meta_path.insert(0, _Watcher(name, action))
-    elif type(spec) in (ModuleSpec, _SpecUnderWay) and getattr(spec, "_initializing", False):
-        _SpecUnderWay.follow(spec, action)
-    else:
-        action()
-
-
-class _SpecUnderWay(ModuleSpec):
-    """Takes the place of a spec's class until its module, which is half imported, is there as a
-    whole.
-
-    ``from transformers import Trainer`` imports accelerate from within ``transformers.trainer``.
-    """
-
-    @classmethod
-    def follow(cls, spec: Any, action: Callable[[], None]) -> None:
-        """Have an action follow the end of the import under way."""
-        spec.__class__ = cls
-        vars(spec).setdefault("_actions", []).append(action)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; python's import sets this one last, whether it has failed or not."""
-        super().__setattr__(name, value)
-        if name == "_initializing" and not value:
-            object.__setattr__(self, "__class__", ModuleSpec)
-            for action in vars(self).pop("_actions"):
-                when_imported(self.name, action)
-
-
 class _ScriptLoader(SourceFileLoader):
     """Leaves no compiled copy next to the script, and uses none: neither does python."""
 
     def path_stats(self, path: Any) -> Any:
         raise OSError
-
-
-class _Watcher(MetaPathFinder):
-    """Finds one module as the others find it, and has an action follow its import.
-
-    It stays until the import is done: transformers looks for accelerate long before it imports it.
-    """
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
-        self._action = action
-        self._asking = False
-
-    def find_spec(
-        self, fullname: str, path: Any, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Follower(spec.loader, self._imported)
-        return spec
-
-    def _imported(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            self._action()
-
-
-class _Follower(Loader):
-    """Loads a module with its own loader, and then does something."""
-
-    def __init__(self, loader: Loader, action: Callable[[], None]) -> None:
-        self._loader = loader
-        self._action = action
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._action()

@@ -17,6 +17,7 @@ from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence, OptimizerFacts, read_optimizer
+from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError, OperationError, RolledBackError
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.repairs.steps import DropEntry
@@ -451,10 +452,13 @@ def test_a_folder_of_very_many_entries_is_asked_about(
 
 
 def test_a_copy_differs_in_another_checkpoint_of_the_run(tmp_path: Path) -> None:
+    """The copy was a warning, and asked a user who had both models how many there are."""
     *_, last = run_of(tmp_path / "run", is_copy=True)
-    code, advice = verdict(last)
-    assert code == "identical-models"
-    assert "they differ in checkpoint-5" in advice or "they differ in checkpoint-10" in advice
+    (finding,) = [one for one in check(last).findings if one.code == "identical-models"]
+    assert finding.severity is Severity.NOTE
+    assert str(finding).endswith(
+        ("; they differ in checkpoint-5", "; they differ in checkpoint-10")
+    )
     assert repair(last).steps == ()
     # The neighbours of the source count, not those of the place of the copy.
     assert repair(last, output=tmp_path / "elsewhere-3").steps == ()
@@ -556,8 +560,9 @@ def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -
             target.load_state_dict(net.state_dict())
         models = [net, wrap(target), wrap(average)]
         folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
-    assert verdict(folders[1])[0] == "identical-models"
-    assert "as they differ in epoch_1" in verdict(folders[1])[1]
+    (finding,) = [one for one in check(folders[1]).findings if one.code == "identical-models"]
+    assert finding.severity is Severity.NOTE
+    assert str(finding).endswith("; they differ in epoch_1")
     (folders[0] / "pytorch_model_2.bin").unlink()
     assert "as they may differ in epoch_1" in verdict(folders[1])[1]
     assert repair(folders[1]).steps == ()

@@ -345,6 +345,7 @@ HEALTHY: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
         ("LoHa", "hada_w2", "8 of 16"),
         ("AdaLoRA", "lora_E", "8 of 12"),
         ("VeRA", "vera_lambda_d", "6 of 10"),
+        ("VeRA", "vera_A", "ValueError"),
     ],
 )
 def test_a_part_of_each_module_is_gone(name: str, part: str, expected: str, tmp_path: Path) -> None:
@@ -381,6 +382,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], Callable[[str], str], str, str]] =
     "no DoRA": ("DoRA", {"use_dora": False}, str, "8 of 12", "warning"),
     "no biases": ("biases", {"lora_bias": False}, str, "8 of 12", "warning"),
     "rows of tokens": ("LoRA", {"trainable_token_indices": [1]}, str, "KeyError", "error"),
+    "projections": (
+        "VeRA without projections", {"save_projection": True}, str, "ValueError", "error",
+    ),
     "the names in memory": ("heads", {}, in_memory, "KeyError", "warning"),
 }  # fmt: skip
 

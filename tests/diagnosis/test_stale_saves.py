@@ -734,6 +734,116 @@ def test_frozen_and_target_models_in_sub_folders_are_clean(
     assert [told(folder) for folder in sorted(output.iterdir())] == [[]] * len(numbers)
 
 
+def with_two_optimizers(
+    output: Path,
+    trained: Callable[[int], tuple[bool, bool]] = lambda number: (True, True),
+    kinds: tuple[Any, Any] = (torch.optim.Adam, torch.optim.Adam),
+    *,
+    average: bool = False,
+) -> Path:
+    """Save a generator and a discriminator as ``save_state`` does, each with its optimizer.
+
+    ``trained``: which of the two make a step before the save of this number.
+    """
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(30, 40), torch.nn.Linear(40, 20)]
+    optimizers = [
+        kind(model.parameters(), lr=1e-3) for kind, model in zip(kinds, models, strict=True)
+    ]
+    averages = [value.clone() for value in models[1].state_dict().values()]
+    for number in range(1, 5):
+        for model, optimizer, is_trained in zip(models, optimizers, trained(number), strict=True):
+            model(torch.rand(2, model.in_features)).sum().backward()
+            if is_trained:
+                optimizer.step()
+            optimizer.zero_grad()
+        folder = output / f"checkpoint_{number}"
+        folder.mkdir(parents=True)
+        saved = [model.state_dict() for model in models]
+        if average:
+            now = saved[1].values()
+            averages = [0.9 * old + 0.1 * new for old, new in zip(averages, now, strict=True)]
+            saved.append(dict(zip(saved[1], averages, strict=True)))
+        for index, tensors in enumerate(saved):
+            save_file(tensors, folder / f"model{f'_{index}' if index else ''}.safetensors")
+        for index, optimizer in enumerate(optimizers):
+            name = f"optimizer{f'_{index}' if index else ''}.bin"
+            torch.save(optimizer.state_dict(), folder / name)
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    return output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+@pytest.mark.parametrize(
+    ("name", "words", "counter"),
+    [
+        ("model.safetensors", "weights as in checkpoint_2 (expected other", "optimizer.bin"),
+        ("model_1.safetensors", "weights as in checkpoint_2 (expected other", "optimizer.bin"),
+        ("optimizer.bin", "optimizer state of checkpoint_2 (expected new", "optimizer_1.bin"),
+        ("optimizer_1.bin", "optimizer state of checkpoint_2 (expected new", "optimizer.bin"),
+    ],
+)
+def test_one_file_of_an_earlier_save_among_several_is_found(
+    name: str, words: str, counter: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """All optimizers, and all models, were compared as one: a GAN with one old file was clean."""
+    output = with_two_optimizers(tmp_path)
+    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
+    ((severity, sentence),) = told(output / "checkpoint_3", **options)
+    assert severity == "warning"
+    assert sentence.startswith(
+        f"{name}: {words} values: step in {counter} went from 2 to 3 at a learning rate of 0.001)"
+    )
+    assert [told(output / f"checkpoint_{number}", **options) for number in (1, 2, 4)] == [[]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_newer_optimizer_in_an_older_checkpoint_is_found_there(tmp_path: Path) -> None:
+    output = with_two_optimizers(tmp_path)
+    name = "optimizer_1.bin"
+    shutil.copy(output / "checkpoint_3" / name, output / "checkpoint_2" / name)
+    ((severity, sentence),) = told(output / "checkpoint_2")
+    assert severity == "warning"
+    assert sentence.startswith(f"{name}: optimizer state of checkpoint_3, which is later: its step")
+    assert told(output / "checkpoint_3") == []
+
+
+def in_phases(output: Path) -> Path:
+    return with_two_optimizers(output, lambda number: (number % 2 == 1, number % 2 == 0))
+
+
+def with_a_late_discriminator(output: Path) -> Path:
+    return with_two_optimizers(output, lambda number: (True, number > 3))
+
+
+def with_an_average_of_the_discriminator(output: Path) -> Path:
+    return with_two_optimizers(output, lambda number: (True, number == 1), average=True)
+
+
+def with_an_optimizer_without_states(output: Path) -> Path:
+    return with_two_optimizers(output, kinds=(torch.optim.Adam, torch.optim.SGD))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "train",
+    [
+        with_two_optimizers,
+        in_phases,
+        with_a_late_discriminator,
+        with_an_average_of_the_discriminator,
+        with_an_optimizer_without_states,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+def test_an_optimizer_that_made_no_step_is_clean(
+    train: Callable[[Path], Path], options: dict[str, Any], tmp_path: Path
+) -> None:
+    output = train(tmp_path)
+    assert [told(folder, **options) for folder in sorted(output.iterdir())] == [[]] * 4
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_a_dcp_folder_prove_a_step(dtype: torch.dtype, tmp_path: Path) -> None:

@@ -1,19 +1,15 @@
 """``ckptfix run``: the script runs as under python, with the guard on."""
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptfix.checkpoint.latest import incomplete
-from ckptfix.training import running
 from tests.sampling import one_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,71 +289,3 @@ if __name__ == "__main__":
 def test_spawned_processes_find_the_script(project: Path) -> None:
     found = run(*RUN, script(project, SPAWNS), cwd=project)
     assert found.stdout == "[4, 9]\n", found.stderr
-
-
-def test_an_action_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "watched_module.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = list(sys.meta_path)
-    seen: list[Any] = []
-    running.when_imported(
-        "watched_module", lambda: seen.append(sys.modules["watched_module"].value)
-    )
-    for _ in range(2):  # as transformers does, to learn whether it is installed
-        spec = importlib.util.find_spec("watched_module")
-        assert spec is not None
-        assert spec.loader is not None
-        assert spec.loader.get_filename() == str(tmp_path / "watched_module.py")  # type: ignore[attr-defined]
-    assert seen == []
-    import watched_module  # type: ignore[import-not-found]
-
-    assert seen == [1]
-    assert sys.meta_path == before
-    assert type(watched_module.__loader__).__name__ == "SourceFileLoader"
-    assert watched_module.__spec__.loader is watched_module.__loader__
-    running.when_imported("watched_module", lambda: seen.append(2))
-    assert seen == [1, 2]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_action_follows_the_end_of_an_import_that_is_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    (tmp_path / "half_imported.py").write_text(
-        "import inside_of_it\ninside_of_it.may_fail()\nvalue = 3\n"
-    )
-    (tmp_path / "inside_of_it.py").write_text("def may_fail(): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("half_imported", "inside_of_it"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    inside = importlib.import_module("inside_of_it")
-    seen: list[Any] = []
-
-    def ask() -> None:
-        for _ in range(2):
-            running.when_imported(
-                "half_imported", lambda: seen.append(sys.modules["half_imported"].value)
-            )
-        assert not seen
-        assert not fails
-
-    monkeypatch.setattr(inside, "may_fail", ask)
-    if fails:
-        with pytest.raises(AssertionError):
-            importlib.import_module("half_imported")
-        assert not seen
-        monkeypatch.setattr(inside, "may_fail", lambda: None)
-    half = importlib.import_module("half_imported")
-    assert seen == [3, 3]
-    assert type(half.__spec__) is ModuleSpec
-    running.when_imported("half_imported", lambda: seen.append(4))
-    assert seen[2:] == [4]
-
-
-def test_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = list(sys.meta_path)
-    running.when_imported("no_such_module_at_all", lambda: pytest.fail("not imported"))
-    with pytest.raises(ModuleNotFoundError):
-        import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401
-    assert importlib.util.find_spec("no_such_module_at_all") is None
-    sys.meta_path[:] = before

@@ -16,8 +16,9 @@ from ckptfix.wording import Line, Span, line
 
 _SHOWN = 3
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-_COMMAND = re.compile(r"ckptfix (?:check|repair|undo|diff|verify) DIR\b.*")
-_PLACE = re.compile(r"\bDIR((?:/[^ ]+)?)")
+_COMMAND = re.compile(r"(?:ckptfix (?:check|repair|undo|diff|verify)|rm -r) DIR\b.*")
+# A pattern stays outside of the quotes.
+_PLACE = re.compile(r"\bDIR((?:/[^ *]+(?![^ ]*\*))?)")
 
 
 class Severity(Enum):

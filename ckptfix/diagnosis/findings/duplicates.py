@@ -80,7 +80,8 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     option = "--models N"
     meaning = (
         "two models with the same keys and bytes: one model prepared twice, an intentional copy "
-        "(EMA), or modules that share their weights"
+        "(EMA), or modules that share their weights. A note where the two differ in another "
+        "checkpoint of the run"
     )
 
     original: PurePosixPath
@@ -109,6 +110,24 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
             f"{because}if the script has fewer models, say how many: ckptfix repair DIR --models N "
             "(ignore this for an EMA copy, a target network, or modules that share their weights)"
         )
+
+
+class EqualAtThisSave(IdenticalModels, frozen=True, kw_only=True):
+    """The same where the two differ in another checkpoint of the run, ``known_by``: they are two
+    models, such as a target network that was just synchronized.
+    """
+
+    severity = Severity.NOTE
+
+    known_by: str
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; they differ in {self.known_by}"
+
+    @property
+    def advice(self) -> str:
+        """Advice that nothing need be done."""
+        return "ignore this: the script has both models, and they were equal at this save"
 
 
 class ShiftedEntries(Finding, frozen=True, kw_only=True):

@@ -81,6 +81,9 @@ before a step.
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
 
+_PROJECTION = f"{BASE[0]}.vera_A"
+"""The projection that all modules of VeRA share. PEFT saves it with ``save_projection``, its default."""
+
 _AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
 _OF_TWO_RUNS = (
     "config and weights come from different runs: copy both again from one save, or correct this "
@@ -164,6 +167,8 @@ def judge_adapter(load: Load) -> Iterator[Told]:
         )
         if not lost:
             yield from _zeros(load, kind, parameters)
+        if kind == "VERA" and _PROJECTION not in names.expected.values():
+            yield from _without_projection(load)
         if not isinstance(load.config.get("target_modules"), list):
             yield (
                 f"{load.path}: whether every module that adapter_config.json targets has tensors: "
@@ -250,6 +255,19 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
             "stage3_gather_16bit_weights_on_model_save"
         ),
     )
+
+
+def _without_projection(load: Load) -> Iterator[IncompleteAdapter]:
+    if load.is_whole and load.config.get("save_projection", True):
+        yield IncompleteAdapter(
+            path=load.path,
+            lacks=f"it has no {_PROJECTION}, though save_projection is on in adapter_config.json",
+            effect="PEFT fails with ValueError",
+            remedy=(
+                "copy the adapter again from where it came; if the run saved no projections, set "
+                "save_projection to false there, and PEFT makes them from projection_prng_key"
+            ),
+        )
 
 
 def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ to.
 """
 
 import atexit
-import functools
 import gc
 import json
 import os
@@ -32,6 +31,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckptfix.devices.patching import Method, Patches, when_imported
 from ckptfix.training.resume_proofs.recorded_runs import Settings
 from ckptfix.training.resume_proofs.recorded_values import (
     LEAST,
@@ -48,7 +48,6 @@ from ckptfix.training.resume_proofs.recorded_values import (
     text_of,
 )
 from ckptfix.training.resuming.generators import fingerprint
-from ckptfix.training.running import when_imported
 
 _PATIENCE = 120.0
 """Seconds that a finished recorder waits for the end that its parent gives it."""
@@ -136,7 +135,7 @@ class Recorder:
         self._settings = settings
         self._rest = rest
         self._file: TextIO | None = None
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._patches = Patches()
         self._handles: list[Any] = []
         self._depth: Counter[str] = Counter()
         self._accelerators: list[weakref.ref[Any]] = []
@@ -163,16 +162,16 @@ class Recorder:
 
     def install(self) -> None:
         """Put the recorder in front of the methods that train, save and load."""
-        self._replace(accelerate.Accelerator, "__init__", self._made_accelerator)
-        self._replace(torch.optim.Optimizer, "__init__", self._made(self._optimizers))
+        self._put(accelerate.Accelerator, "__init__", self._made_accelerator)
+        self._put(torch.optim.Optimizer, "__init__", self._made(self._optimizers))
         for kind in ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler"):
             if "__init__" in vars(getattr(lr_scheduler, kind)):
-                self._replace(getattr(lr_scheduler, kind), "__init__", self._made(self._schedulers))
-        self._replace(accelerate.Accelerator, "backward", self._backward)
-        self._replace(AcceleratedOptimizer, "step", self._prepared_step)
-        self._replace(DataLoader, "__iter__", self._iterated)
+                self._put(getattr(lr_scheduler, kind), "__init__", self._made(self._schedulers))
+        self._put(accelerate.Accelerator, "backward", self._backward)
+        self._put(AcceleratedOptimizer, "step", self._prepared_step)
+        self._put(DataLoader, "__iter__", self._iterated)
         for loader in (DataLoaderShard, DataLoaderDispatcher):
-            self._replace(loader, "set_epoch", self._set_epoch)
+            self._put(loader, "set_epoch", self._set_epoch)
         self._go_outside(accelerate.Accelerator)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_raw_step),
@@ -187,10 +186,7 @@ class Recorder:
         self._end = "removed"
         for handle in self._handles:
             handle.remove()
-        for owner, name, original, stand_in in reversed(self._replaced):
-            if vars(owner).get(name) is stand_in:
-                setattr(owner, name, original)
-        self._replaced.clear()
+        self._patches.remove()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -202,15 +198,8 @@ class Recorder:
         if self._file is not None and not self._end and getattr(sys, "last_value", None) is None:
             self._write("end", end="script")
 
-    def _replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        original = vars(owner)[name]
-        if any(original is stand_in for *_, stand_in in self._replaced):
-            return
-        stand_in = functools.wraps(original)(make(original))
-        self._replaced.append((owner, name, original, stand_in))
-        setattr(owner, name, stand_in)
+    def _put(self, owner: Any, name: str, make: Callable[[Method], Method]) -> None:
+        self._patches.put(owner, name, make, is_outermost=True)
 
     def _go_outside(self, kind: type[Any]) -> None:
         """Put the recorder in front of patches that came after it, so that it sees what the script
@@ -223,7 +212,7 @@ class Recorder:
             (DataLoaderDispatcher, "__iter__", self._iterated),
         ):
             home = next(base for base in owner.__mro__ if name in vars(base))
-            self._replace(home, name, make)
+            self._put(home, name, make)
 
     def _install_trainer(self) -> None:
         from transformers.trainer import Trainer
@@ -242,11 +231,11 @@ class Recorder:
                     if home is None:
                         self._note(f"{name} of this version of transformers is not observed")
                     else:
-                        self._replace(home, name, make)
+                        self._put(home, name, make)
 
             return method
 
-        self._replace(Trainer, "__init__", made)
+        self._put(Trainer, "__init__", made)
 
     @contextmanager
     def inside(self, name: str) -> Iterator[bool]:

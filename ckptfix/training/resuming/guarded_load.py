@@ -25,13 +25,14 @@ from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.checkpoint.roles import Role
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.patching import Method
 from ckptfix.diagnosis.resumable import choose, contradicted, examine, mixed
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.files import AnyPath, names_in, on_disk
 from ckptfix.storage.opened import open_files
 from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.storage.stores import is_url
-from ckptfix.training.guard import Method, guard_of
+from ckptfix.training.guard import guard_of
 from ckptfix.training.loading.fetching import fetched
 from ckptfix.training.loading.load_report import (
     ComponentReport,

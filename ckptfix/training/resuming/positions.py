@@ -10,16 +10,14 @@ generators are set at the same moments again.
 A loader that no watched accelerator holds is iterated by accelerate as before.
 """
 
-import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from accelerate.data_loader import (
-    DataLoaderAdapter,
     DataLoaderDispatcher,
     DataLoaderShard,
     SeedableRandomSampler,
@@ -27,6 +25,7 @@ from accelerate.data_loader import (
 )
 
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.patching import Method, Patch, Patches
 from ckptfix.training.resuming.generators import (
     Generator,
     GeneratorStates,
@@ -41,8 +40,9 @@ from ckptfix.training.resuming.worker_states import Workers
 
 # Which loaders are followed.
 
-_WATCHED: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_PATCHED: set[type] = set()
+WATCHED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Accelerators whose loaders are followed."""
+
 FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDictionary()
 UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
 """Of an accelerator, positions within a pass whose loader the script prepares only after the load.
@@ -59,32 +59,24 @@ were used.
 
 def watch(accelerator: Any) -> None:
     """Follow the loaders that an accelerator holds, from their next pass on."""
-    _WATCHED.add(accelerator)
-    for kind in (DataLoaderShard, DataLoaderDispatcher):
-        if kind not in _PATCHED:  # once: others may have patched it since
-            _PATCHED.add(kind)
-            kind.__iter__ = _following(kind.__iter__)
-    if DataLoaderAdapter not in _PATCHED:
-        _PATCHED.add(DataLoaderAdapter)
-        DataLoaderAdapter.__init__ = _noting(DataLoaderAdapter.__init__)
+    WATCHED.add(accelerator)
+    LOADERS.install()
 
 
 def forget(accelerator: Any) -> None:
     """Follow the loaders of an accelerator no longer."""
-    _WATCHED.discard(accelerator)
+    WATCHED.discard(accelerator)
 
 
-def _following(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+def _following(original: Method) -> Method:
     def __iter__(self: Any) -> Iterator[Any]:
         followed = _followed_by(self)
         return original(self) if followed is None else _iterate(followed, self, original)
 
-    __iter__.__doc__ = original.__doc__
     return __iter__
 
 
-def _noting(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
+def _noting(original: Method) -> Method:
     def __init__(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get(
             "use_stateful_dataloader"
@@ -104,6 +96,13 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+LOADERS = Patches(
+    Patch("accelerate.data_loader:DataLoaderShard.__iter__", _following),
+    Patch("accelerate.data_loader:DataLoaderDispatcher.__iter__", _following),
+    Patch("accelerate.data_loader:DataLoaderAdapter.__init__", _noting),
+)
+
+
 def _made_at(loader: Any) -> Moment | None:
     """Return when the iterator of the next pass was made, None where the pass makes it."""
     is_made = getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False)
@@ -113,7 +112,7 @@ def _made_at(loader: Any) -> Moment | None:
 
 def _followed_by(loader: Any) -> "FollowedLoader | None":
     """Return the followed loader that a loader is, or passes over batches of."""
-    for accelerator in list(_WATCHED):
+    for accelerator in list(WATCHED):
         for registered in getattr(accelerator, "_dataloaders", ()):
             if registered is loader or _is_rest_of(loader, registered):
                 return follow(registered)
@@ -664,9 +663,7 @@ def _draw_first(iterator: Any) -> None:
         iterator._sampler_iter = itertools.chain(first, indices)
 
 
-def _iterate(
-    followed: FollowedLoader, loader: Any, original: Callable[[Any], Iterator[Any]]
-) -> Iterator[Any]:
+def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterator[Any]:
     one = followed.begin(loader)
     if one.is_over:
         return

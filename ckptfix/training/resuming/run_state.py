@@ -6,7 +6,6 @@ restores it after everything else, the random generators last, and then compares
 the file.
 """
 
-import functools
 import gc
 import itertools
 import logging
@@ -20,12 +19,14 @@ from typing import Any
 
 import torch
 from accelerate import checkpointing
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
 from ckptfix.checkpoint.manifest import is_repaired
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.patching import Method, Patch, Patches, replaced
 from ckptfix.storage.paths import RECEIPT
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
@@ -60,39 +61,46 @@ accelerate's.
 
 _numbers = itertools.count()
 
-_PATCHED: set[type] = set()
-
 State = dict[str, Any]
 
 
 def watch(accelerator: Any) -> None:
     """Follow what an accelerator holds, so that its saves can record it."""
     positions.watch(accelerator)
-    _follow_schedulers()
+    if not _MADE.is_installed:
+        # Most scripts make their schedulers before the first call that is guarded. The older
+        # generations of the collector have what was made earlier, each in its order.
+        for generation in (2, 1, 0):
+            for made in gc.get_objects(generation):
+                if issubclass(type(made), LRScheduler):
+                    _number(made)
+        _MADE.install()
 
 
-def _follow_schedulers() -> None:
-    from torch.optim.lr_scheduler import LRScheduler
+def release_classes() -> None:
+    """Undo the changes of classes of accelerate and torch, unless an accelerator still needs
+    them.
+    """
+    if not positions.WATCHED:
+        positions.LOADERS.remove()
+        _MADE.remove()
 
-    if LRScheduler in _PATCHED:
-        return
-    _PATCHED.add(LRScheduler)
-    # Most scripts make their schedulers before the first call that is guarded. The older generations
-    # of the collector have what was made earlier, each in its order.
-    for generation in (2, 1, 0):
-        for made in gc.get_objects(generation):
-            if issubclass(type(made), LRScheduler):
-                with suppress(TypeError):
-                    _SCHEDULERS[made] = next(_numbers)
-    original = LRScheduler.__init__
 
-    @functools.wraps(original)
+def _number(scheduler: Any) -> None:
+    with suppress(TypeError):  # a class that cannot be hashed
+        if scheduler not in _SCHEDULERS:
+            _SCHEDULERS[scheduler] = next(_numbers)
+
+
+def _numbering(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        with suppress(TypeError):  # a class that cannot be hashed
-            _SCHEDULERS[self] = next(_numbers)
+        _number(self)
 
-    LRScheduler.__init__ = __init__
+    return __init__
+
+
+_MADE = Patches(Patch("torch.optim.lr_scheduler:LRScheduler.__init__", _numbering))
 
 
 @contextmanager
@@ -107,12 +115,8 @@ def seen_states() -> Iterator[dict[str, Any]]:
         states[os.path.basename(path)] = state
         return original(state, path, *args, **kwargs)
 
-    checkpointing.save = save
-    try:
+    with replaced(checkpointing, save=save):
         yield states
-    finally:
-        if checkpointing.save is save:
-            checkpointing.save = original
 
 
 def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]) -> State:

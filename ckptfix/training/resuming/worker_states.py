@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
+from ckptfix.devices.patching import replaced
 from ckptfix.training.resuming.generators import generators_in, set_state, state_of
 
 Report = dict[str, Any]
@@ -159,17 +160,15 @@ class Workers:
             injected = dict(wanted.begun if is_replayed else wanted.states)
             self._begun = injected
             self._phase, self._is_reused = phase, wanted.is_reused
-        before = (base.collate_fn, base.worker_init_fn, base.generator)
-        base.collate_fn = Reporting(base.collate_fn)
-        base.worker_init_fn = Starting(base.worker_init_fn, ids, injected)
+        meanwhile: dict[str, Any] = {
+            "collate_fn": Reporting(base.collate_fn),
+            "worker_init_fn": Starting(base.worker_init_fn, ids, injected),
+        }
         if wanted is not None and wanted.is_reused:
-            base.generator = (
-                torch.Generator()
-            )  # the workers lived on: no seed was drawn for them in this pass
-        try:
+            # The workers lived on: no seed was drawn for them in this pass.
+            meanwhile["generator"] = torch.Generator()
+        with replaced(base, **meanwhile):
             yield
-        finally:
-            base.collate_fn, base.worker_init_fn, base.generator = before
 
     def unwrap(self, data: Any, index: int) -> Any:
         """Return a batch without the report that came with it, which is kept."""

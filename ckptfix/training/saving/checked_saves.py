@@ -33,6 +33,7 @@ from ckptfix.checkpoint.model_files import group_files
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import digest_of, is_table, must_change, samples_of, weights_in
 from ckptfix.checkpoint.second_prepare import LEAST_RATE
+from ckptfix.devices.patching import Method
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.load_faults import (
     DeadAdapter,
@@ -50,7 +51,7 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.reading import read_start
 from ckptfix.storage.staged import is_temporary
-from ckptfix.training.guard import DEFAULTS, GUARDS, Method, Settings
+from ckptfix.training.guard import DEFAULTS, GUARDS, Settings
 from ckptfix.training.prepared import innermost
 
 VARIABLE = "CKPTFIX_CHECK_SAVES"

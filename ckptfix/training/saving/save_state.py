@@ -23,10 +23,11 @@ from ckptfix.checkpoint.folder_names import checkpoint_number
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.checkpoint.rank_names import parse_deepspeed_name
 from ckptfix.checkpoint.roles import Role
+from ckptfix.devices.patching import Method, replaced
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_file
 from ckptfix.storage.stores import is_url, open_store
-from ckptfix.training.guard import Method, guard_of
+from ckptfix.training.guard import guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
@@ -199,7 +200,7 @@ class _Save:
             nullcontext() if digests is None else digests.watching(folder, self._writes_whole),
             # Accelerate writes into the folder it is given; names, numbers and rotation are done
             # here.
-            with_attributes(self._config, automatic_checkpoint_naming=False),
+            replaced(self._config, automatic_checkpoint_naming=False),
             _recorded(accelerator, self._record, self._safetensors),
             run_state.seen_states() as states,
         ):
@@ -373,21 +374,6 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
 
 
 @contextmanager
-def with_attributes(thing: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object other attributes for a while, whether they are its own or its class's."""
-    before = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
-    vars(thing).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(thing, name, before[name])
-            else:
-                delattr(thing, name)
-
-
-@contextmanager
 def _recorded(
     accelerator: Accelerator, record: Callable[..., None], safetensors: bool
 ) -> Iterator[None]:
@@ -459,7 +445,7 @@ def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
         written.add(os.path.basename(path))
         return save(state, path, *args, **kwargs)
 
-    with with_attributes(accelerator, get_state_dict=separated, save=noted):
+    with replaced(accelerator, get_state_dict=separated, save=noted):
         yield
 
 

@@ -37,12 +37,12 @@ from ckptfix.checkpoint.trainer_folders import (
     other_processes,
 )
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.patching import Method
 from ckptfix.diagnosis.check import resume_problem
 from ckptfix.diagnosis.resumable import choose, contradicted, examine, mixed, newest_complete
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.files import AnyPath, on_disk
 from ckptfix.storage.paths import command, described
-from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
 from ckptfix.training.resuming import loader_positions, run_state

@@ -19,15 +19,15 @@ import torch
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder_names import TRAINER, checkpoint_number
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.patching import Method, replaced
 from ckptfix.errors import OperationError
-from ckptfix.training.guard import Method, guard_of
+from ckptfix.training.guard import guard_of
 from ckptfix.training.ranks import cannot_agree
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture, restore
 from ckptfix.training.saving.checked_saves import check_save
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest
-from ckptfix.training.saving.save_state import with_attributes
 from ckptfix.training.saving.staged_saves import StagedSave, lift, plan_staging, rotate_steps
 
 WHAT = "Trainer's save"
@@ -118,8 +118,11 @@ class _TrainerSave:
             self._pushes += 1
 
         folder = str(staging.folder)
-        replaced = {"_get_output_dir": lambda trial=None: folder, "_push_from_checkpoint": count}
-        with with_attributes(self._trainer, **replaced):
+        with replaced(
+            self._trainer,
+            _get_output_dir=lambda trial=None: folder,
+            _push_from_checkpoint=count,
+        ):
             try:
                 self._result = self._write()
             finally:

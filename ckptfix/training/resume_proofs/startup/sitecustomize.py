@@ -20,8 +20,8 @@ def _begin() -> None:
     except ModuleNotFoundError:
         if hidden is not None:
             sys.modules["sitecustomize"] = hidden
+    from ckptfix.devices.patching import when_imported
     from ckptfix.training.resume_proofs.recorded_runs import settings_of_process
-    from ckptfix.training.running import when_imported
 
     settings = settings_of_process()
     if settings is not None:
