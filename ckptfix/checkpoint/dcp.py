@@ -498,8 +498,8 @@ def _scan(root: AnyPath, path: PurePosixPath) -> DcpFolder:
     items = _Items(root, path, metadata, files)
     for fqn, key in _unmatched_keys(metadata):
         items.unread[fqn] = (
-            f"{key!r:.200} contains no parameter name from the param groups, so it is not clear "
-            "where its parameter name ends"
+            f"{key!r:.200} contains no parameter name from the param groups, so it is not "
+            "clear which part of the key is the name"
         )
     return DcpFolder(
         path=path,
@@ -648,7 +648,7 @@ class _Items:
                         if left < 0 and item.offset + item.length <= reader.size:
                             # No writer does that; and a few bytes could make a scan read terabytes.
                             self.broken[path / file] = (
-                                f"its items overlap, {item.fqn!r:.200} among them"
+                                f"its items overlap, such as {item.fqn!r:.200}"
                             )
                             why = "items overlap at or before this place in the file"
                             self.unread |= dict.fromkeys((one.fqn for one in items[number:]), why)

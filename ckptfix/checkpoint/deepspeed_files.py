@@ -34,7 +34,7 @@ BESIDE = tuple(
 UNIVERSAL = PurePosixPath("zero")
 """The folder in a universal checkpoint that has a folder for each trained parameter."""
 
-AGAIN = "next: copy all files of one save again, or use another checkpoint"
+AGAIN = "next: copy all files again from one save, or use another checkpoint"
 
 _STATE = ".pt"
 STEP = re.compile("global_step[0-9]+")
@@ -122,7 +122,7 @@ def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
     if len(tag.parts) > 1 or (tag in folder.subfolders and _is_deepspeed(folder.root / tag)):
         return None
     return newest, (
-        f"it names {text!r:.200}, which is not a DeepSpeed folder" if text else "it is empty"
+        f"it points to {text!r:.200}, which is not a DeepSpeed folder" if text else "it is empty"
     )
 
 
@@ -297,7 +297,8 @@ def _ensure_kind(folder: AnyPath, names: Collection[DeepSpeedName]) -> None:
     if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
             folder,
-            f"MoE experts in {count_of(experts, 'file')}, which only their own ranks can merge",
+            f"its MoE experts are in {count_of(experts, 'file')} that only their own ranks can "
+            "merge",
         )
     if (folder / _ON_NVME).is_dir():
         raise other_kind(

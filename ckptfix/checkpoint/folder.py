@@ -417,7 +417,9 @@ def _located(
         return None, Problem(
             kind=ProblemKind.MALFORMED, message=f"{words}, which diffusers refuses to load"
         )
-    message = f"{words}: not read, although transformers and accelerate load such shards"
+    message = (
+        f"{words}: ckptfix does not read these shards, but transformers and accelerate load them"
+    )
     return None, Problem(kind=ProblemKind.UNREADABLE, message=message, is_elsewhere=True)
 
 
@@ -467,7 +469,7 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     if is_of_other and words is None:
         # Many programs write such names: tokens in ``train.bin``, weights of OpenVINO and of
         # mindspore.
-        message = "not a torch file, and no library looks for it by its name"
+        message = "not a torch file, and no library looks for this name"
         return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     if words == "a zip archive":
         words = "a torch zip file" if wants_safetensors else None

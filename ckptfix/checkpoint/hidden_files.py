@@ -247,7 +247,7 @@ def has_weights_of(config: str, names: Collection[str]) -> bool:
 
 
 def _hidden(name: str, wanted: str, loader: Loader, *, is_certain: bool = True) -> HiddenFile:
-    words = f"{name!r} is there, but {loader.value} does not look for that name"
+    words = f"{name!r} exists, but {loader.value} does not look for that name"
     return HiddenFile(name, wanted, loader, words, is_certain)
 
 
@@ -454,7 +454,7 @@ def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
     wanted = (f"custom_checkpoint_{number}.pkl" for number in range(len(counted)))
     missing = [name for name in wanted if name not in counted]
     for name, lost in zip(extra, missing, strict=False):
-        words = f"load_state counts {name!r} as well, and expects consecutive numbers"
+        words = f"load_state also counts {name!r}, and expects consecutive numbers"
         yield HiddenFile(name, lost, Loader.LOAD_STATE, words)
 
 

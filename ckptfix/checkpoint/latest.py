@@ -66,9 +66,9 @@ from ckptfix.storage.paths import JOURNAL, described, is_inside
 from ckptfix.wording import count_of
 
 _STATES = random_states_name(0)
-_NO_STATES = f"no {_STATES}, which save_state writes near its end"
+_NO_STATES = f"no {_STATES}, which save_state writes near the end"
 _WEIGHTS_ALONE = (
-    f"only weights: to resume, it needs {_STATES} (save_state) or {TRAINER_STATE} (Trainer)"
+    f"only weights: a resume also needs {_STATES} (save_state) or {TRAINER_STATE} (Trainer)"
 )
 _PLAIN_DCP = (
     "a torch.distributed.checkpoint folder, which dcp.load reads but load_state and the Trainer do "
@@ -201,7 +201,7 @@ def taken_instead(run: AnyPath) -> str:
     last = max(first, key=lambda name: first[name], default="")
     if not last or first[last] < numbers[-1]:
         return ""
-    may, fail = ("may take", "fail") if first[last] == numbers[-1] else ("takes", "fails")
+    may, fail = ("may pick", "fail") if first[last] == numbers[-1] else ("picks", "fails")
     fails = "" if (run / last).is_dir() else f" and {fail}, because it is not a folder"
     return (
         f"{run / last}: load_state() without a folder {may} it instead of "
@@ -380,7 +380,7 @@ def incomplete(
             if checkpoint_number(checkpoint.name, TRAINER) is None:
                 return _NO_STATES
             return (
-                f"neither {_STATES}, which save_state writes near its end, nor the Trainer's "
+                f"neither {_STATES}, which save_state writes near the end, nor the Trainer's "
                 f"{TRAINER_STATE}"
             )
         if problem is not None:

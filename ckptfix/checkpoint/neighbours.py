@@ -152,7 +152,14 @@ def are_on_both_sides(are_earlier: Iterable[bool]) -> bool:
 
 def next_to_it(count: int) -> str:
     """Return in words so many checkpoints next to one."""
-    return "the checkpoint next to it" if count == 1 else f"{count} checkpoints next to it"
+    return "the neighbouring checkpoint" if count == 1 else f"{count} neighbouring checkpoints"
+
+
+def neighbours_have(count: int, total: int) -> str:
+    """Return in words so many of the checkpoints next to one, and the verb after them."""
+    if total == 1:
+        return f"{next_to_it(total)} has"
+    return f"{count} of {next_to_it(total)} {'has' if count == 1 else 'have'}"
 
 
 Numbered = tuple[int, str]

@@ -81,7 +81,7 @@ def placeholder_problem(
     example = (with_full_bias or without_bias or [key for key, _ in weights])[0]
     return StateProblem(
         Content.MODEL,
-        f"empty tensors, as ZeRO-3 leaves them on each rank, for {count} of "
+        f"empty tensors, like those that ZeRO-3 leaves on each rank, for {count} of "
         f"{count_of(len(shapes), 'key')}, such as {example!r}",
         Content.PLACEHOLDERS,
         effect="loaders fail with 'size mismatch'",
@@ -130,7 +130,7 @@ def remedy_for_placeholders(folder: CheckpointFolder) -> str:
     """
     near = deepspeed_next_to(folder)
     merge = (
-        f"merge those in {near}"
+        f"merge the states in {near}"
         if near
         else "look for a global_step folder of DeepSpeed and merge it"
     )

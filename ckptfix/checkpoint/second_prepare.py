@@ -365,14 +365,14 @@ class Evidence:
         remaining = self._remaining(entry)
         for path, facts in self.optimizers.items():
             if not self._fits(facts, remaining) and self._fits(facts, (*remaining, entry)):
-                yield f"{path} has parameters of both"
+                yield f"{path} has parameters of both models"
         optimizers = [one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries]
         for one in optimizers:
             if one.problem is not None and not is_unreadable(one):
                 yield f"the step count of {one.path} cannot be read"
         untrained = (
-            "no optimizer shows that a step changed the model, and until then a copy or an average "
-            "has the same values"
+            "no optimizer shows that a step changed the model, and before the first step a copy or "
+            "an average has the same values"
         )
         is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
         if is_trained is None:

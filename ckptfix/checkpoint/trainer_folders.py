@@ -191,7 +191,7 @@ def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerP
             problem=lost or unreadable(checkpoint / TRAINER_STATE, error), is_broken=bool(lost)
         )
     is_cut = len(data) == limit
-    help_ = "" if complete else "; ckptfix check --data reads it"
+    help_ = "" if complete else "; ckptfix check --data reads the rest"
     unread = (f"{TRAINER_STATE} after its first {human_size(limit)}{help_}",) if is_cut else ()
     state, broken = _object_in(data, is_cut=is_cut)
     if broken:

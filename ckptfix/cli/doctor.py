@@ -124,7 +124,7 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
         report.line(line)
     for pair in sorted(probed.with_verdict(Verdict.HEALTHY) & known.unproven):
         report.line(
-            "kept from an earlier run until the full plan finds the pair healthy: "
+            "verdict of an earlier run, kept until the full plan finds the pair healthy: "
             f"{known.pairs[pair]}"
         )
     status = int(bool(probed.unproven))
@@ -132,7 +132,7 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
         seeded = f"ckptfix doctor --peer-copies --seed {probed.seed} --budget {budget:g}"
         report.line(
             'to do: use dispatch_model(model, device_map, safe_transfers="auto"), which copies '
-            "these through the host"
+            "these pairs through the host"
         )
         report.line(f"to repeat this test: {seeded}")
     return report.finish(probed.to_json(), status)

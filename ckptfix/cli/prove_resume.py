@@ -59,7 +59,7 @@ from ckptfix.errors import UsageError
 )
 @click.option(
     "--keep", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep in DIR everything that the runs write: output, checkpoints, records.",
+    help="Keep everything that the runs write (output, checkpoints, records) in DIR.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",

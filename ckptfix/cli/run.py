@@ -17,7 +17,9 @@ import click
 @click.option(
     "--save-together",
     is_flag=True,
-    help="Save as one, with a barrier at the end, in scripts where every process calls save_state.",
+    help=(
+        "Save together, with a barrier at the end, in scripts where every process calls save_state."
+    ),
 )
 @click.option(
     "--save-timeout",
@@ -36,7 +38,7 @@ import click
 @click.option(
     "--no-check-saves",
     is_flag=True,
-    help="Do not warn about saves that would load back as something else.",
+    help="Do not warn about saves that would load back differently.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -68,7 +68,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
             but += f"; the newest one without problems: {self.clean}"
         if self.unexplained:
             but += f"; newer but incomplete: {'; '.join(self.unexplained)}"
-        by = f" by its number ({self.saved_later})" if self.saved_later else ""
+        by = f" by number ({self.saved_later})" if self.saved_later else ""
         # What check found may be that a file is missing.
         kind = "one that a load accepts" if self.is_doubted else "complete one"
         return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"

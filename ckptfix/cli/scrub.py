@@ -33,8 +33,8 @@ from ckptfix.wording import Line, count_of, escape, line
     cls=Verb,
     rare=["--state"],
     unfit=lambda params: (
-        "scrub divides a fleet among processes only by --shard I/N, each with its own state file "
-        "and report"
+        "scrub divides a fleet among processes only with --shard I/N; each share has its own state "
+        "file and report"
     ),
     forms=[Form.TEXT, Form.JSON, Form.JSONL],
     quiet="Print only the paths that are not clean, one per line, quoted for xargs.",
@@ -56,7 +56,10 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=PATH)
 @click.option(
     "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
-    help="How much to read of the files that have digests in a manifest. P%: each night the next part; 0%: none.",
+    help=(
+        "How much to read of the files that have digests in a manifest. P%: the next part each "
+        "night; 0%: none."
+    ),
 )  # fmt: skip
 @click.option(
     "--max-duration",
@@ -211,12 +214,12 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
             f", {count_of(scrub.total.due, 'file')} of other checkpoints" if scrub.total.due else ""
         )
         yield line(
-            f"time limit reached, remaining: {left}; to continue, run the same command again"
+            f"time limit reached; remaining: {left}; to continue, run the same command again"
         )
     if scrub.total.stopped:
         yield line(
             f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues "
-            "within files that have range digests, and starts all others again from their first "
+            "within files that have range digests, and restarts all others from their first "
             "byte; to write range digests: ckptfix seal --ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

@@ -41,13 +41,13 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 )
 @click.option(
     "--ranges", is_flag=True,
-    help="For each file over 1 GB, write the sha256 of every 1 GB range instead of one for the file, so that many "
-    "processes can share the work.",
+    help="For files over 1 GB, write a sha256 for every 1 GB range instead of one per file, so "
+    "many processes can share the work.",
 )  # fmt: skip
 @click.option(
     "--with-sha256",
     is_flag=True,
-    help="With --ranges: also write the sha256 of each such file.",
+    help="With --ranges: also write the sha256 of each file over 1 GB.",
 )
 @click.option(
     "--no-tensors", is_flag=True,
@@ -65,7 +65,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 @click.option(
     "--sigstore",
     is_flag=True,
-    help="Sign them with your identity, through Sigstore's public instance.",
+    help="Sign the statements with your identity, through Sigstore's public instance.",
 )
 @click.option(
     "--trust-config",

@@ -47,7 +47,7 @@ def share_options() -> list[click.Parameter]:
         ),
         click.Option(
             ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
-            help="Keep results in FOLDER, so that the next run can continue if this one is interrupted.",
+            help="Keep results in FOLDER, so the next run can continue if this one is interrupted.",
         ),
     ]  # fmt: skip
 

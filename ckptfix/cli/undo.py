@@ -20,8 +20,8 @@ from ckptfix.repairs.undo import UndoReceipt, undo
     "--force",
     is_flag=True,
     help=(
-        "For journals of ckptfix 0.4.0 and for killed repairs: accept files whose time changed, "
-        "but not their size or ends."
+        "For journals of ckptfix 0.4.0 and for killed repairs: accept files with a new "
+        "modification time but the same size and ends."
     ),
 )
 @TRANSFER

@@ -244,7 +244,7 @@ def _overflows(plan: MigrationPlan) -> Iterator[str]:
         if counts:
             yield (
                 f"{model.label}: {count_of(sum(counts.values()), 'finite number')} overflowed "
-                f"{plan.options.dtype} and became infinite: in {list_names(list(counts))}"
+                f"{plan.options.dtype} and became infinite in {list_names(list(counts))}"
             )
 
 

@@ -498,13 +498,13 @@ def planned_model(
     if weights.nested:
         raise OperationError(
             f"{weights.label}: {list_names(weights.nested)}: dicts that contain tensors, next to "
-            "tensors that are taken for the model; next: load the file with torch, and save only "
+            "tensors that are read as the model; next: load the file with torch, and save only "
             "the model's state dict"
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.opaque)}: pickled objects, not plain tensors, "
-            "which cannot be copied without running the pickle; to leave them out: --drop-opaque"
+            f"{weights.label}: {list_names(weights.opaque)}: pickled objects, not plain tensors; "
+            "to copy them would run the pickle; to leave them out: --drop-opaque"
         )
     if options.dtype is not None:
         _ensure_no_codes(weights, config)
@@ -518,7 +518,7 @@ def planned_model(
         raise OperationError(f"{weights.label}: a key occurs more than once")
     if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
         raise OperationError(
-            f"{weights.label}: its tensors claim {nbytes} bytes, more than any file can hold"
+            f"{weights.label}: its tensors add up to {nbytes} bytes, more than any file can hold"
         )
     try:
         files = _files(

@@ -134,8 +134,8 @@ def other_states(
         left.append(
             LeftOut(
                 f"random states in {list_names(lacking)}",
-                f"no such rank saved any{only}; with a copy of another rank's states, both ranks "
-                "would use the same dropout",
+                f"no rank saved them{only}; with a copy of another rank's states, both ranks would "
+                "use the same dropout",
             )
         )
     if before is not None and not names.is_trainer:

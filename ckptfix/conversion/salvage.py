@@ -491,7 +491,7 @@ class _Folders:
             Lost(
                 str(here / group.listed[name]),
                 name,
-                "the index lists it in this file, but it is not there",
+                "the index lists it in this file, but the file lacks it",
             )
             for name in absent(group)
             if group.listed[name] not in group.missing and group.is_whole
@@ -596,7 +596,8 @@ def salvage(
         names = listed_files(target.root) if target.only is None else (target.only,)
         for why in refused_files(target.root / name for name in names):
             raise OperationError(
-                f"{why}; nothing was written, because files without read permission are not lost"
+                f"{why}; nothing was written, because a file that only lacks read permission is "
+                "not lost"
             )
         found = plan_salvage(target, keep_damaged=keep_damaged, progress=progress)
         if not found.parts and not found.components:

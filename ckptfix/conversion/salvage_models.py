@@ -269,7 +269,7 @@ class Models:
         self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
         if whole is not None:
             self._found.notes.append(
-                f"{source}: the saved part of its model gets a name that no loader looks for, "
+                f"{source}: the salvaged part of its model gets a name that no loader looks for, "
                 f"because {whole} has the complete model"
             )
 
@@ -410,7 +410,7 @@ class Models:
                 reason = (
                     "its file cannot be read"
                     if file in taken.unread
-                    else "the index lists it in this file, but it is not there"
+                    else "the index lists it in this file, but the file lacks it"
                 )
                 reason = "its file is missing" if file in group.missing else reason
                 self._found.lost.append(Lost(file, name, reason + of_copy(name, taken.copies)))
@@ -486,7 +486,7 @@ def _stem(group: ModelFiles) -> str:
     return name.stem if name is not None else "model"
 
 
-_BESIDE = "it is not part of the model, and only the model is saved"
+_BESIDE = "it is not part of the model, and only the model is salvaged"
 
 
 class JudgedFolder(Brief, Struct, frozen=True, kw_only=True):
@@ -538,7 +538,7 @@ def judge(
         )
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
-            reason = f"nothing of it is saved ({many}), because not every item is intact: {reason}"
+            reason = f"nothing of it is salvaged ({many}), as not every item is intact: {reason}"
         damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):

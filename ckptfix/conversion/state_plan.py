@@ -94,7 +94,7 @@ def plan_states(
     processes = options.processes or before
     if processes is None:
         raise UsageError(
-            f"{path}: nothing in it shows how many processes saved it; add --processes N"
+            f"{path}: no file shows how many processes saved the checkpoint; add --processes N"
         )
     planning = _Planning(source, options, strategy, names, processes)
     models, states = planning.of(optimizers)
@@ -237,8 +237,8 @@ class _Planning:
         if self._unordered:
             yield (
                 f"whether the parameters of {list_names(self._unordered)} are in the model's "
-                "order, which they are not under FSDP1 without use_orig_params: the loader of "
-                f"{self._strategy.value} goes by position, and the weights are in alphabetical "
+                "order (not so under FSDP1 without use_orig_params): the loader of "
+                f"{self._strategy.value} matches by position, and the weights are in alphabetical "
                 "order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
                 "(model, optimizer) of the new run"
             )
@@ -253,7 +253,7 @@ class _Planning:
         if counted:
             yield (
                 f"whether the script passed parameters to {list_names(counted)} in the model's "
-                "order, which their names are taken from; next, to be sure: --model "
+                "order, from which their names are taken; next, to be sure: --model "
                 "MODULE:FACTORY with a factory that returns (model, optimizer)"
             )
 
@@ -295,7 +295,7 @@ class _Planning:
             raise OperationError(
                 f"{state.label}: lists {found[0]!r} before {found[1]!r}, but the model has them in "
                 "the opposite order, as with FSDP1 without use_orig_params; the loader of "
-                f"{self._strategy.value} goes by position; help: --model MODULE:FACTORY with a "
+                f"{self._strategy.value} matches by position; help: --model MODULE:FACTORY with a "
                 "factory that returns (model, optimizer) of the new run"
             )
         return state
@@ -376,8 +376,8 @@ class _Planning:
             if lacking and state.states:
                 self.warnings.append(
                     f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
-                    f"({list_names(lacking)}): written with zeros and step 0, as torch starts a "
-                    "parameter at its first gradient; next, if the script freezes any of these: "
+                    f"({list_names(lacking)}): written with zeros and step 0, as torch initializes "
+                    "them at the first gradient; next, if the script freezes any of these: "
                     "--frozen REGEX"
                 )
         home = self._names.optimizer(state.index)

@@ -312,9 +312,9 @@ def _taken(
     if path in rivals or _is_dcp_model(path.parts[0]):
         return "weights of a model that is converted from other files"
     if path in new or path in folders or not new.isdisjoint(path.parents):
-        return "a new file takes its place"
+        return "a new file replaces it"
     if folders.intersection(path.parents):
-        return "a new folder takes its place"
+        return "a new folder replaces it"
     if path.name in OF_FILES:
         return "it describes the old files; to write one for the new files: ckptfix seal"
     if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):

@@ -68,7 +68,7 @@ class UploadReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     def lines(self) -> Iterator[Line]:
         """Yield what was uploaded, and the next command."""
         what = f"{count_of(self.files, 'file')}, {human_size(self.nbytes)}"
-        yield line(f"uploaded {self.path} to {self.url}, and committed: {what}", colour="green")
+        yield line(f"uploaded {self.path} to {self.url} and committed it: {what}", colour="green")
         if self.is_left_over:
             yield line(f"the rest of the save is no longer needed: rm -r {shell_path(self.path)}")
         yield line(f"next: ckptfix check {shell_path(self.url)}")

@@ -297,7 +297,7 @@ def _say_that_it_stays_on() -> None:
         more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
         say(
             f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of "
-            f"devices: 'never' does not turn them off where others still use them ({holders[0]}"
+            f"devices: 'never' does not turn them off while they are in use ({holders[0]}"
             f"{more}). To end those of dispatch_model: ckptfix.devices.remove_safe_transfers(model)"
         )
 

@@ -112,7 +112,7 @@ def unchecked_bundles(bundles: Sequence[Bundle]) -> Iterator[str]:
     """Yield in words what the optimizers of these files are not judged by."""
     unread = [bundle for bundle in bundles if bundle.unread]
     if unread:
-        words = f"some differ from torch's state_dict(), or there are more than {MAX_LIST}"
+        words = f"some differ from torch's state_dict(), or there are more than {MAX_LIST} of them"
         yield f"optimizers inside {_names(unread)}: {words}"
     for why in dict.fromkeys(why for bundle in bundles for why in bundle.uncompared):
         places = [

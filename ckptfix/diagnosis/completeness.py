@@ -104,7 +104,7 @@ def incomplete(
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost_states[0]),
                 missing=lost_states,
-                known_by=f"{there} is there",
+                known_by=f"{there} exists",
                 by_rank=True,
             )
     # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next
@@ -120,7 +120,7 @@ def incomplete(
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost),
                 missing=(lost,),
-                known_by=f"{name} is there",
+                known_by=f"{name} exists",
                 of_trainer=of_trainer,
             )
     if (
@@ -326,7 +326,7 @@ def _without_tag(folder: CheckpointFolder) -> Iterator[LostTag]:
             return  # zero_to_fp32 has nothing to join, as in a universal checkpoint
         path = PurePosixPath(LATEST)
         yield kind(
-            path=path, missing=(LATEST,), known_by=f"{tag}/ is there", problem=why, tag=str(tag)
+            path=path, missing=(LATEST,), known_by=f"{tag}/ exists", problem=why, tag=str(tag)
         )
 
 
@@ -425,7 +425,7 @@ def _lost_configs(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
             kind: type[LostModelFiles] = LostConfig
             if near:
                 kind = LostModelFiles if any(CONFIG in files for files in near) else ConfiglessModel
-            yield kind(path=lost, missing=(str(lost),), known_by=f"{path / weights} is there")
+            yield kind(path=lost, missing=(str(lost),), known_by=f"{path / weights} exists")
 
 
 def _is_of_diffusers(name: str) -> bool:

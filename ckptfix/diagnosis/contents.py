@@ -125,7 +125,7 @@ def read_contents(target: Target) -> Contents:
         try:
             status = stat_of(target.root / path)
         except OSError:
-            special[path] = "is a link that leads nowhere"
+            special[path] = "is a broken symbolic link"
             continue
         if stat.S_ISREG(status.st_mode):
             files[path] = FileState(status.st_size, status.st_mtime_ns)

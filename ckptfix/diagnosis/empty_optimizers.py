@@ -72,7 +72,7 @@ def diagnose_empty_optimizers(case: Case) -> Iterator[EmptyOptimizer]:
         elif step:
             evidence = f"{TRAINER_STATE} is at step {step}"
         elif moves and len(optimizers) == 1:
-            evidence = f"its scheduler made {count_of(moves, 'step')}"
+            evidence = f"its scheduler took {count_of(moves, 'step')}"
         if evidence:
             yield kind(
                 path=path,
@@ -144,7 +144,7 @@ def diagnose_empty_bundles(case: Case) -> Iterator[EmptyOptimizer]:
             if earlier:
                 evidence = f"the earlier {earlier} has them"
             elif moves:
-                evidence = f"its scheduler made {count_of(moves, 'step')}"
+                evidence = f"its scheduler took {count_of(moves, 'step')}"
             elif before:
                 evidence = f"{before[0][1]} has them"
             else:

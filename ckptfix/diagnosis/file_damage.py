@@ -464,10 +464,7 @@ def _stray_states(root: AnyPath, where: PurePosixPath) -> Iterator[StrayStates]:
     for part, name in stray_states(files):
         path = where / name
         if part is DeepSpeedPart.OPTIMIZER:
-            effect = (
-                "zero_to_fp32 counts it as one more rank than saved the checkpoint, and refuses "
-                "the folder"
-            )
+            effect = "zero_to_fp32 counts it as an extra rank, and refuses the folder"
             yield RefusedStates(path=path, effect=effect)
         elif is_read_by_engine(name):
             effect = "load_state counts it as a tensor-parallel part of the model, and fails"
@@ -485,7 +482,7 @@ def _stray_model(
         read_model_states(root / path)
     except (OperationError, OSError):
         return RefusedStates(
-            path=path, effect="zero_to_fp32 reads it too, and fails, as it has no model states"
+            path=path, effect="zero_to_fp32 reads it too, and fails because it has no model states"
         )
     place = order_of_zero_to_fp32(path.name)
     is_last = place > order_of_zero_to_fp32(models[-1])

@@ -234,8 +234,8 @@ def _without_counters(
                 path,
                 place=str(base / CONFIG),
                 remedy=(
-                    f"exchange the names of {base}/ and {path}/, or of their {CONFIG} if only "
-                    "these were exchanged"
+                    f"swap the names of {base}/ and {path}/, or of their {CONFIG} if only "
+                    "these were swapped"
                 ),
                 exchanged_with=str(base / CONFIG),
             )

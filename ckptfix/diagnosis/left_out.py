@@ -24,7 +24,7 @@ from ckptfix.storage.files import AnyPath, folder_entries, walk
 from ckptfix.storage.paths import command, unreadable
 from ckptfix.wording import count_of, list_names
 
-OF_ONE_SAVE = "whether all files are of one save"
+OF_ONE_SAVE = "whether all files belong to one save"
 """Beginning of the sentence about what few files show: most have no number of their save."""
 
 _OF_ONE_SAVE = frozenset((Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE))
@@ -163,11 +163,11 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     is_listed = case.manifest is not None and bool(case.manifest.digests)
     is_sharded = any(one.name.shard is not None for one in components)
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
-    compared = "check -r of the run compares it with its neighbours; " * is_compared
+    compared = "check -r of the run compares the checkpoint with its neighbours; " * is_compared
     if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
         yield (
-            f"{OF_ONE_SAVE}: files do not record their save, and most saves keep no list of them; "
-            f"{compared}only digests that are sealed right after each save prove it"
+            f"{OF_ONE_SAVE}: files do not record their save, and most saves do not list their "
+            f"files; {compared}only digests that are sealed right after each save prove it"
         )
 
 
@@ -201,6 +201,6 @@ def unchecked_pipeline(case: Case) -> Iterator[str]:
     """Yield that only diffusers knows what a class of its pipelines takes."""
     if not case.is_file and case.folder.has_file(PIPELINE):
         yield (
-            f"whether the class that {PIPELINE} names takes the components that it lists; ckptfix "
-            "check --load asks diffusers"
+            f"whether the class that {PIPELINE} names accepts the components that it lists; "
+            "ckptfix check --load asks diffusers"
         )

@@ -110,18 +110,18 @@ class Weights(Struct, frozen=True, kw_only=True):
             return "the folder may not have all of its weights"
         if self.are_converted:
             return (
-                "transformers saves some weights of this model in other shapes; only element "
+                "transformers saves some weights of this model in different shapes; only element "
                 "counts were compared"
             )
         parameters = len(set(saved.parameters))
         if self.are_adapter and not saved.states and parameters != self.tensors:
             # SGD keeps none. A script may give it the frozen model, too; the Trainer does not.
             return (
-                f"it has {count_of(parameters, 'parameter')} and no moments, but the adapter has "
-                f"{count_of(self.tensors, 'tensor')}"
+                f"the optimizer has {count_of(parameters, 'parameter')} and no moments, but the "
+                f"adapter has {count_of(self.tensors, 'tensor')}"
             )
         if not (saved.is_plain or saved.is_named):
-            return "its class may keep other shapes; only parameter counts were compared"
+            return "its class may keep different shapes; only parameter counts were compared"
         return ""
 
 
@@ -175,8 +175,8 @@ def diagnose_optimizers(
             # FSDP's rekey_optim_state_dict leaves such numbers, too.
             yield (
                 f"whether the param groups of {optimizer.path} are in the right order: torch "
-                "numbers parameters upward from group to group, but these numbers go down; a load goes by "
-                "position, so a wrong order gives moments to the wrong parameters"
+                "numbers parameters upward from group to group, but these numbers go down; a load "
+                "matches by position, so a wrong order gives moments to the wrong parameters"
             )
         why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:

@@ -245,7 +245,7 @@ def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[Optimizer
         for options in saved.values
     )
     if becomes_fp32:
-        effect = "a load makes it fp32 and continues from the rounded number"
+        effect = "a load converts it to fp32 and continues from the rounded number"
     elif not is_read:
         effect = "its updates do not depend on it"
     elif steps < last:

@@ -187,7 +187,7 @@ def _turned_back(
     if not isinstance(best.path, StorePath):
         histories = {path: history for path in nearest if (history := read(path)) is not None}
         if _are_dated_by_steps([newest, *histories.values()]):
-            advice = "give exchanged folders their original names"
+            advice = "give swapped folders their original names"
             words += f", and {furthest} was saved later"
             return OtherRun(candidate, words, advice, is_older=False)
         nearest = [path for path, history in histories.items() if history.steps == newest.steps]

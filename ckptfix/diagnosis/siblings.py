@@ -25,6 +25,7 @@ from ckptfix.checkpoint.neighbours import (
     Part,
     model_files,
     names_of,
+    neighbours_have,
     parts_of,
 )
 from ckptfix.checkpoint.roles import Role
@@ -165,8 +166,7 @@ def compared(
                 path=PurePosixPath(files[0]),
                 missing=files,
                 known_by=(
-                    f"{having} of {len(near)} checkpoints next to it have "
-                    f"{'it' if len(files) == 1 else 'them'}"
+                    f"{neighbours_have(having, len(near))} {'it' if len(files) == 1 else 'them'}"
                 ),
                 of_trainer=is_of_trainer,
                 misnamed=hidden.get(lost[0], ""),
@@ -259,8 +259,7 @@ def _lost_from_folders(
             path=PurePosixPath(below, min(lost)),
             missing=tuple(f"{below}/{name}" for name in sorted(lost)),
             known_by=(
-                f"{len(near)} of {len(near)} checkpoints next to it have "
-                f"{'it' if len(lost) == 1 else 'them'}"
+                f"{neighbours_have(len(near), len(near))} {'it' if len(lost) == 1 else 'them'}"
             ),
             of_trainer=is_of_trainer,
             may_be_dropped=is_newest and not is_needed,
@@ -303,7 +302,7 @@ def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Ite
         yield LostLora(
             path=PurePosixPath(lost[0]),
             missing=(lost[0],),
-            known_by=f"{len(near)} of {len(near)} checkpoints next to it have it",
+            known_by=f"{neighbours_have(len(near), len(near))} it",
             misnamed=renamed[0] if len(renamed) == 1 else "",
         )
 

@@ -145,7 +145,7 @@ def incomplete_of_trainer(
         yield IncompleteCheckpoint(
             path=PurePosixPath(ADAPTER),
             missing=(ADAPTER,),
-            known_by=f"{adapter} is there",
+            known_by=f"{adapter} exists",
             of_trainer=bool(own),
         )
     # The weights of an adapter that was merged are often deleted without its config.
@@ -160,7 +160,7 @@ def incomplete_of_trainer(
         yield LostAdapter(
             path=PurePosixPath(_ADAPTER_WEIGHTS),
             missing=(_ADAPTER_WEIGHTS,),
-            known_by=f"{ADAPTER} is there",
+            known_by=f"{ADAPTER} exists",
         )
     # ``save_pretrained`` writes both configs.
     if (
@@ -170,7 +170,7 @@ def incomplete_of_trainer(
         and not is_hidden
     ):
         yield IncompleteCheckpoint(
-            path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} is there"
+            path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} exists"
         )
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
@@ -258,7 +258,7 @@ def _weights_lost_by_trainer(
     return IncompleteCheckpoint(
         path=PurePosixPath(lost),
         missing=(lost,),
-        known_by=f"{own[shown]} is there, but no file with weights",
+        known_by=f"{own[shown]} exists, but no file with weights",
         of_trainer=True,
     )
 
@@ -297,7 +297,7 @@ def _lost_by_trainer(
     return IncompleteCheckpoint(
         path=PurePosixPath(missing[0]),
         missing=missing,
-        known_by=f"{there} is there",
+        known_by=f"{there} exists",
         by_rank=by_rank,
         of_trainer=True,
     )

@@ -12,7 +12,7 @@ from ckptfix.checkpoint.filenames import FileName, model_file
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION
-from ckptfix.checkpoint.neighbours import Neighbours, is_loaded_model
+from ckptfix.checkpoint.neighbours import Neighbours, is_loaded_model, neighbours_have
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.incomplete import UnreadShards
 
@@ -65,10 +65,10 @@ def diagnose_unread_shards(
     if is_pretrained and not near:
         return
     wanted = str(model_file(".safetensors", position))
-    there = f", and {len(near)} of {len(near)} checkpoints next to it have one file" if near else ""
+    there = f", and {neighbours_have(len(near), len(near))} one file" if near else ""
     yield UnreadShards(
         path=PurePosixPath(wanted),
         missing=(wanted,),
-        known_by=f"{index} is there, but load_state does not read it{there}",
+        known_by=f"{index} exists, but load_state does not read it{there}",
         may_be_dropped=is_pretrained,
     )

@@ -63,7 +63,7 @@ def only_for_fsdp(folder: CheckpointFolder) -> Iterator[IncompleteCheckpoint]:
         return
     for name in alone:
         wanted = str(model_file(".safetensors", name.index))
-        read = f"{name} is there, but load_state reads it only with FSDP"
+        read = f"{name} exists, but load_state reads it only with FSDP"
         words = f"{read}, and {optimizers[0].path} comes from a run without FSDP"
         yield IncompleteCheckpoint(path=PurePosixPath(wanted), missing=(wanted,), known_by=words)
 
@@ -114,7 +114,9 @@ def lost_step(folder: CheckpointFolder) -> str | None:
     )
 
 
-STATES_ALONE = "weights: only per-rank states are here, as on a node that saves to its own disk"
+STATES_ALONE = (
+    "weights: the folder has only per-rank states, as on a node that saves to its own disk"
+)
 """Said of a folder without the files of rank 0, unless a checkpoint next to it has them."""
 
 

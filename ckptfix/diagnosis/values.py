@@ -43,7 +43,7 @@ class _Lost(Enum):
     """Signs that zeros were never written. The value continues the words "zeros that"."""
 
     PAGES = "start and end on disk page boundaries"
-    ROWS = "start inside a row and fill others"
+    ROWS = "start inside a row and fill other rows"
     END = "fill the rest of the tensor"
 
 
@@ -387,7 +387,9 @@ def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[V
             "so is the weight after the next step"
         )
     if not problem and scan.is_negative and tensor.fqn.startswith("step of "):
-        problem = "is negative: the next step of Adam divides by 0 or takes a root of it"
+        problem = (
+            "is negative: the next step of Adam divides by 0 or takes the root of a negative number"
+        )
     if problem:
         words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {problem}"
         yield ValueFinding(
@@ -490,14 +492,14 @@ def _of_one(
             f", and {rest} after it in the file {'is' if tail.after == 1 else 'are'} zero"
             * bool(tail.after)
         )
-        words = f"has {size} of zeros that {_Lost.END.value}, from byte {tail.begin} of it{follow}"
+        words = f"has {size} of zeros that {_Lost.END.value}, from byte {tail.begin} on{follow}"
         yield "zero-pages", Severity.WARNING, words
 
 
 def _place(tensor: StoredTensor, run: "ZeroRun") -> str:
     layout = tensor.layout
     if isinstance(layout, Contiguous) and run.piece in layout.pieces[:1]:
-        return f"byte {run.begin} of it"
+        return f"byte {run.begin} of the tensor"
     return f"byte {run.piece.offset + run.begin} of {run.piece.path.name}"
 
 

@@ -128,7 +128,8 @@ def diagnose_wrong_states(case: Case) -> Iterator[WrongState | UnknownState]:
                 expected=problem.expected.value,
                 effect=f"a resume with DeepSpeed reads {tag}/, but {effect}",
                 remedy=(
-                    f"to export the weights, merge those in {tag}/ with DeepSpeed's zero_to_fp32.py"
+                    f"to export the weights, merge the states in {tag}/ with DeepSpeed's "
+                    "zero_to_fp32.py"
                 ),
             )
             continue
@@ -364,7 +365,7 @@ def _renamed(
                 # A script that goes on with more ranks may have copied it.
                 yield ChangedEntry(
                     path=path,
-                    holds=f"the random states of {partner}, so that two processes draw the same numbers",
+                    holds=f"the random states of {partner}, so two processes draw the same numbers",
                     expected="its own",
                     effect="the load succeeds",
                 )
@@ -528,8 +529,7 @@ def diagnose_keys(case: Case) -> Iterator[UnknownState]:
             )
             name = ".".join(keys)
             exchange = (
-                f"load the file with torch, exchange the values under {name} and {partner}, and "
-                "save it"
+                f"load the file with torch, swap the values under {name} and {partner}, and save it"
             )
             yield UnknownState(
                 path=path,

@@ -76,7 +76,7 @@ def _not_seen(facts: Facts) -> Iterator[str]:
     if len(machine.bus.gpus) > 1 and machine.bus.linked is None:
         yield "direct links between GPUs (NVLink): nvidia-smi topo did not answer"
     if facts.device_map is not None and not torch.count:
-        yield f"{facts.device_map.source}: whether its devices exist, because torch sees none here"
+        yield f"{facts.device_map.source}: whether its devices exist, because torch sees none"
 
 
 def _not_read(facts: Facts) -> Iterator[str]:
@@ -86,14 +86,14 @@ def _not_read(facts: Facts) -> Iterator[str]:
         problem = config.problem or "does not exist"
         yield f"the number of processes that start: {config.path}: {problem}"
     if software.command is not None and not software.command.interpreter:
-        yield f"the Python that {software.command.path} starts: its first line names none"
+        yield f"the Python that {software.command.path} starts: its first line does not name it"
     if not software.accelerate.names and "accelerate" in software.packages:
         yield "names and options of accelerate: its source was not found"
     if facts.script is not None:
         yield "effects of the script's imports, and of its functions when they are called"
         yield from (f"{facts.script.path}: {cell}" for cell in facts.script.unread)
         if facts.script.uses.options is None:
-            yield "the script's own options: it does not read them with argparse or click alone"
+            yield "the script's own options: it does not read them only with argparse or click"
     if facts.launch is not None and not facts.launch.is_accelerate:
         yield f"options of {facts.launch.launcher}: only those of accelerate launch are known"
     if facts.folder is not None and facts.folder.unread:

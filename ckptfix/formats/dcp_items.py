@@ -446,7 +446,9 @@ def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
         lost = whole - sum(prod(chunk.lengths) for chunk in chunks) + 1
         verb = "is" if lost == 1 else "are"
         gap = (
-            f", and at least {lost} of its {whole} elements {verb} in no chunk" if lost > 0 else ""
+            f", and at least {lost} of its {whole} elements {verb} not in any chunk"
+            if lost > 0
+            else ""
         )
         return (
             f"its chunks at {list(one.offsets)} (size {list(one.lengths)}) and at "
@@ -454,15 +456,15 @@ def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
         )
     if budget.left < 0:
         return (
-            f"its {len(tensor.chunks)} chunks were not checked for overlap: torch never lays them "
-            "out this way"
+            f"its {len(tensor.chunks)} chunks were not compared with each other: torch never lays "
+            "them out this way"
         )
     covered = sum(prod(chunk.lengths) for chunk in chunks)
     if covered == whole:
         return None
     return (
-        f"{whole - covered} of its {whole} elements {'is' if whole - covered == 1 else 'are'} in no "
-        f"chunk{_gap(tensor.shape, chunks, axis)}"
+        f"{whole - covered} of its {whole} elements {'is' if whole - covered == 1 else 'are'} not "
+        f"in any chunk{_gap(tensor.shape, chunks, axis)}"
     )
 
 

@@ -307,7 +307,8 @@ class _Reading:
         meta = root.get("storage_meta")
         if meta is not None and not is_instance(meta, "StorageMeta"):
             raise UnsupportedFormat(
-                f"storage_meta is {words_for(meta)} (torch's own writer puts a StorageMeta there)"
+                f"storage_meta is {words_for(meta)} (expected a StorageMeta, as torch's writer "
+                "writes)"
             )
         for node in every_node(meta):
             # The path of the save: pathlib raises a TypeError for a number among its parts.
@@ -344,7 +345,8 @@ class _Reading:
         value = root.get(name)
         if type(value) is not Node or value.kind is not Kind.DICT:
             raise UnsupportedFormat(
-                f"{name} is {words_for(value)} (torch's own planner and writer put a dict there)"
+                f"{name} is {words_for(value)} (expected a dict, as torch's planner and writer "
+                "write)"
             )
         yield from pairs(value)
 
@@ -380,8 +382,8 @@ class _Reading:
                 item = key
             elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
-                    f"storage_data maps {words_for(key)} to {words_for(value)}, which no file "
-                    "writer of torch does"
+                    f"storage_data maps {words_for(key)} to {words_for(value)}, which torch's "
+                    "file writers never do"
                 )
             else:
                 item = self._stored_item(fields_of(key), fields_of(value))
@@ -448,8 +450,8 @@ class _Reading:
                 # Loads go by the name, and names here by the path: a tensor would be verified as
                 # another one.
                 raise UnsupportedFormat(
-                    f"planner_data puts {name.value!r:.200} at {flat!r:.200}, but torch loads it "
-                    "by its name"
+                    f"planner_data gives {name.value!r:.200} the path {flat!r:.200}, but torch "
+                    "loads the item by its name"
                 )
             sites = tuple([step.site if type(step) is Text else None for step in steps])
             found.append(PlannedPath(name.value, path, sites, name.site))

@@ -574,7 +574,7 @@ def _put(machine: Machine) -> None:
 
 def _memoize(machine: Machine) -> None:
     if type(machine.memo) is not dict:
-        raise machine.malformed("counts on the memo of protocol 4")
+        raise machine.malformed("relies on the memo of protocol 4")
     machine.memo[len(machine.memo)] = machine.stack[-1]
     machine.position += 1
 

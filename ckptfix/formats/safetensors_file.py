@@ -61,8 +61,8 @@ class SafetensorsFile(Struct, frozen=True):
 
 
 COPIED_AS_TEXT = (
-    "the file was copied in text mode: a carriage return before each line feed shifts the numbers "
-    "after the first; copy it in binary mode"
+    "the file was copied in text mode: each line feed got a carriage return, which shifts all data "
+    "after it; copy the file in binary mode"
 )
 _PIECE = 1 << 16
 """Bytes of a read in the search for line feeds: weights have a bare one in a few hundred bytes."""
@@ -354,8 +354,8 @@ def _check_entry(
                 raise FormatError(f"the shape of {fqn!r} needs a stride of more than 63 bits")
     if count * bits != (end - begin) * 8:
         raise FormatError(
-            f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its "
-            "offsets"
+            f"{fqn!r} has {count * bits / 8:g} bytes by its dtype and shape, but {end - begin} by "
+            "its data_offsets"
         )
 
 

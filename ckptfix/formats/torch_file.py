@@ -409,7 +409,9 @@ class TorchFile(Brief, Struct, frozen=True):
             if reader.read(self.container.offset, self.tree.end) != self.tree.data:
                 raise FormatError("the pickle has changed since the file was read")
             return patch(self.container, rewrite(self.tree, new_names))
-        raise UnsupportedFormat("a plain pickle is never edited, only files that torch.save wrote")
+        raise UnsupportedFormat(
+            "ckptfix edits only files that torch.save wrote, never a plain pickle"
+        )
 
 
 def read_torch_file(reader: FileReader) -> TorchFile:
@@ -428,7 +430,7 @@ def _read(reader: FileReader) -> TorchFile:
     if head == b"PK\3\4":
         return _read_zip(reader)
     if is_tar(reader):
-        raise UnsupportedFormat("a tar archive, which torch.save wrote before 0.4")
+        raise UnsupportedFormat("a tar archive, as torch.save wrote before 0.4")
     if head[:1] != b"\x80":
         raise FormatError("neither a zip archive nor a pickle")
     first = read_pickle(reader, 0)

@@ -263,7 +263,7 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
         name_end = position + head + name_length
         following = name_end + extra_length + comment_length
         if signature != b"PK\1\2" or following > total:
-            raise FormatError(f"the zip directory is broken at its byte {position}")
+            raise FormatError(f"the zip directory is broken at byte {position} of the directory")
         name = _checked_name(directory[position + head : name_end])
         if flags & _UNREADABLE or method not in (STORED, DEFLATED):
             raise BeyondLimits(
@@ -512,7 +512,7 @@ def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     except zlib.error as error:
         raise FormatError(f"{record.name!r} cannot be unpacked: {error}") from None
     if len(data) != record.size:
-        raise FormatError(f"{record.name!r} does not unpack to its {record.size} bytes")
+        raise FormatError(f"{record.name!r} does not unpack to {record.size} bytes")
     return data
 
 

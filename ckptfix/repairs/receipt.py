@@ -220,7 +220,9 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
     drops = [step for step in steps if isinstance(step.action, DropEntry)]
     if _OF_A_SECOND_PREPARE.isdisjoint(code for step in drops for code in step.fixes):
         # The user asked for it: an average, perhaps, that nobody prepared twice.
-        return (f"a script that still prepares all of them {failure}, and load_state fails",)
+        return (
+            f"a script that still prepares the deleted objects {failure}, and load_state fails",
+        )
     return (
         (
             f"the script passed an object to prepare() twice: until that is fixed, it {failure}, "
@@ -256,8 +258,8 @@ def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[st
             f"loading fails{wrong}"
         ),
         (
-            "before you resume, wrap the model only that way, or start the script with: ckptfix "
-            "run SCRIPT"
+            "before you resume, make the model of the script match these keys, or start the "
+            "script with: ckptfix run SCRIPT"
         ),
     )
 

@@ -401,7 +401,7 @@ def _plan(
         if diagnosis.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair must read every file first, but "
-                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: "
+                f"ckptfix cannot read {count_of(len(diagnosis.unfinished), 'file')}: "
                 f"{diagnosis.unfinished[0]}"
             )
         if bare is not None:
@@ -453,8 +453,8 @@ def _check_copy(target: Target, output: Path | str) -> None:
     if isinstance(output, Path):
         if store is not None:
             raise UsageError(
-                f"{output} is a local path, but a repair of a URL downloads nothing; next: "
-                "choose a prefix of the same bucket, or download the checkpoint"
+                f"{output} is a local path, but a repair never downloads a URL; next: "
+                "choose a prefix of the same bucket, or download the checkpoint first"
             )
         check_output(target, output)
     elif store is None:

@@ -84,7 +84,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
             if (number := self._applied(plan)) is not None:
                 raise ChangedError(
                     f"{self.file}: the plan was already applied: repair {number} of {self.path} "
-                    f"did its {count_of(len(self.steps), 'step')}, and the files have not "
+                    f"carried out its {count_of(len(self.steps), 'step')}, and the files have not "
                     f"changed since; {done} was changed; to undo it: {command('undo', plan.path)}"
                 )
             raise ChangedError(
@@ -124,7 +124,12 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
                 )
             elif self.files[name] != files[name]:
                 yield f"{root / name} was rewritten (its modification time changed)"
-        for mine, now in ((self.steps, _steps(plan)), (self.unplanned, _unplanned(plan))):
+        # The words of a reason may be those of another version.
+        reasons = [
+            [{**each, "reason": ""} for each in unplanned]
+            for unplanned in (self.unplanned, _unplanned(plan))
+        ]
+        for mine, now in ((self.steps, _steps(plan)), reasons):
             if mine != now:
                 number = next(
                     (
@@ -135,15 +140,16 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
                     None,
                 )
                 which = "number of steps" if number is None else f"step {number + 1}"
-                yield f"{plan.path} now needs another plan (different {which})"
+                yield f"{plan.path} now needs a different plan ({which} differs)"
 
 
 def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
     """Write a plan to a new file. Raises UsageError when the file exists or cannot be written."""
     path = Path(file)
     if plan.pending:
+        pending = plan.pending[0]
         raise UsageError(
-            f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again"
+            f"{plan.path}: {pending}; {pending.advice_at(str(plan.path))}, then plan again"
         )
     if lies_in(path.resolve(), plan.target.root.resolve()):
         raise UsageError(

@@ -243,9 +243,9 @@ class Draft:
         for entries in self.entries(Role.MODEL):
             doubles = [entry.path for entry in entries if entry.path in self.doubles]
             if len(entries) - len(doubles) < want:
-                left = f"{len(entries) - len(doubles)} of {len(entries)} would remain"
+                left = f"only {len(entries) - len(doubles)} of {len(entries)} would remain"
                 reasons |= dict.fromkeys(
-                    doubles, f"{count_of(want, 'model')} requested, but without duplicates {left}"
+                    doubles, f"{count_of(want, 'model')} requested, but {left} without duplicates"
                 )
         return reasons
 

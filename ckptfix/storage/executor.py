@@ -267,7 +267,7 @@ def resuming(units: Sequence[Unit], known: Collection[int], partial: PartialResu
     size = human_size(sum(units[number].size for number in known))
     since = partial.oldest()
     when = (
-        f", the oldest before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}"
+        f", the oldest finished before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}"
         if since
         else ""
     )

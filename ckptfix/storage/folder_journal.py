@@ -119,8 +119,8 @@ def journal_errors(file: Path) -> Iterator[None]:
     ) as error:
         if isinstance(error, PermissionError):  # known to the reader by this cause
             raise JournalError(
-                f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix here can "
-                "continue"
+                f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix on "
+                "this folder can continue"
             ) from error
         raise JournalError(f"{file}: cannot be read: {error}; {_advice(file)}") from error
     except RecursionError as error:

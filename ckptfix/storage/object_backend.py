@@ -311,8 +311,8 @@ class ObjectAttempt:
                     if not isinstance(error, Exception):
                         raise error
                     raise JournalError(
-                        f"{error}; nothing was changed yet; the next run finishes it or rolls it "
-                        "back"
+                        f"{error}; nothing has been changed yet; the next run finishes it or rolls "
+                        "it back"
                     )
                 _delete_transaction(store, found)
         except CkptfixError as second:

@@ -155,7 +155,7 @@ def locate(root: Path, path: PurePosixPath) -> Path:
     for parent in path.parents:
         if parent.parts and os.path.islink(root / parent):
             raise OperationError(
-                f"{full}: is behind the symbolic link {parent}; name the real folder"
+                f"{full}: is below the symbolic link {parent}; name the real folder"
             )
     return full
 

@@ -427,10 +427,9 @@ def _parent_of(output: Path) -> Path:
     )
     if os.stat(parent).st_dev != os.stat(real).st_dev:
         raise OperationError(
-            f"{output}: temporary files cannot be in {real}, where Accelerate takes every name for "
-            f"a checkpoint, nor in {parent}, which is on another disk, so they could not be moved "
-            "in one step; nothing was written; choose another path on either disk, and move the "
-            "result yourself"
+            f"{output}: cannot be written in one step: in {real}, Accelerate would treat temporary "
+            f"files as checkpoints, and {parent} is on another disk; nothing was written; choose "
+            "another path on either disk, and move the result yourself"
         )
     return parent
 

@@ -211,8 +211,8 @@ def open_store(url: str) -> "Store":
         raise UsageError(f"{escape(url)} has no bucket (expected {scheme}://BUCKET/PATH)")
     if any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")) and rest:
         raise UsageError(
-            f"{escape(url)}: a path in a store cannot contain '//', '.' or '..'; next: leave that "
-            "out, or, if objects have such keys, copy them to a path without it"
+            f"{escape(url)}: a path in a store cannot contain '//', '.' or '..'; next: correct "
+            "the path, or, if objects have such keys, copy them to other keys"
         )
     # Half of a surrogate pair, or a byte that is not UTF-8: a request cannot hold it.
     if any("\ud800" <= character <= "\udfff" for character in rest):

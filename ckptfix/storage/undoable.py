@@ -263,8 +263,8 @@ def _check_restored(root: Path, done: Path, number: int, record: TransactionReco
         old = notes[rebuilt.place].old
         if old is not None and _ends_of(rebuilt) != old.sha256:
             raise ChangedError(
-                f"{root / path}: cannot be rebuilt: it was written while repair {number} ran, and "
-                f"ckptfix before 0.6.0 deleted it then; nothing was undone; {forget(root)}"
+                f"{root / path}: cannot be rebuilt: it was written during repair {number}, and "
+                f"ckptfix older than 0.6.0 then deleted it; nothing was undone; {forget(root)}"
             )
 
 

@@ -215,7 +215,7 @@ def _unflattened(values: Sequence[tuple[str, Steps, Any]]) -> dict[str, Any]:
     for key, rest, value in values:
         parts = flattened_parts(key, known)
         if parts is None:
-            raise FormatError(f"{key!r:.200} belongs to no parameter of a param group")
+            raise FormatError(f"{key!r:.200} does not belong to a parameter of any param group")
         begin, name, end = parts
         into = states.setdefault(name, {}) if begin == f"{STATE}." else options[name]
         _put(into, (end[1:], *rest), value)

@@ -249,7 +249,7 @@ class DcpLayouts:
             if path == other_path and offset + length > other_offset:
                 raise OperationError(
                     f"{path}: the chunks of {tensor.fqn!r} at {list(one)} and {list(other)} share "
-                    f"bytes of the file, from byte {other_offset} on; next: "
+                    f"bytes of the file, starting at byte {other_offset}; next: "
                     f"{_check(self._folder)}"
                 )
 

@@ -223,7 +223,7 @@ class _Plan:
         ):
             self.notes.append(
                 f"{weights.label}: {list_names(guessed)}: in no param group, so treated as frozen "
-                "parameters; ZeRO-3 does not load one that is really a buffer; next, in that "
+                "parameters; if any is really a buffer, ZeRO-3 does not load it; next, in that "
                 "case: --model MODULE:FACTORY"
             )
 
@@ -345,7 +345,7 @@ class _Plan:
         if len(dtypes) > 1:
             raise OperationError(
                 f"{self._weights.label}: its weights have several dtypes ({', '.join(dtypes)}), "
-                "but DeepSpeed trains in one; next: name it, for example --dtype bf16"
+                "but DeepSpeed trains in one; next: name the dtype, for example --dtype bf16"
             )
         return dtypes[0] if dtypes else _MASTER
 

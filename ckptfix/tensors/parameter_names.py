@@ -157,7 +157,7 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
     if len(models := sorted({parameter.model for parameter in every})) > 1:
         raise OperationError(
             f"{state.label}: it has parameters of models {', '.join(map(str, models))}; ckptfix "
-            "can only name the parameters of an optimizer for one model"
+            "can only name the parameters of an optimizer of one model"
         )
     names: dict[str, str] = {}
     for group, own in zip(state.groups, parameters, strict=True):
@@ -207,9 +207,10 @@ def ordered_as(
         wanted = [ties.get(one.name, one.name) for one in here]
         if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
             raise OperationError(
-                f"{state.label}: its {count_of(len(state.groups), 'param group')} and the "
-                f"{len(groups)} of the optimizer from --model have different parameters; next: "
-                "make the optimizer in the factory as the run did"
+                f"{state.label}: the parameters of its "
+                f"{count_of(len(state.groups), 'param group')} differ from those of the "
+                f"optimizer from --model ({count_of(len(groups), 'group')}); next: "
+                "create the optimizer in the factory the same way as in the run"
             )
         ordered.append(replace(group, names=tuple(own.get(name, name) for name in wanted)))
     return replace(state, groups=tuple(ordered))

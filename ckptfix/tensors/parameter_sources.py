@@ -184,8 +184,8 @@ def described(made: Any, shown: str) -> dict[str, Any]:
     groups = [[list(map(id, group["params"])) for group in of_one] for of_one in optimizers]
     if any(one not in places for of_one in groups for group in of_one for one in group):
         raise UsageError(
-            f"the factory {shown} returned an optimizer with parameters that are in none of the "
-            "returned models"
+            f"the factory {shown} returned an optimizer with parameters that are not in any of "
+            "the returned models"
         )
     return {
         "parameters": parameters,

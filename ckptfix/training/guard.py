@@ -525,8 +525,8 @@ def _of_model(accelerator: Accelerator, model: Any) -> str:
     keys = " (keys prefixed with 'module.')" if is_wrapped else ""
     return (
         "save_state would write it again as "
-        f"model_{len(accelerator._models)}.safetensors{keys}, which takes twice the time and "
-        "space, and later models would get other numbers than in a script that prepares it "
+        f"model_{len(accelerator._models)}.safetensors{keys}: twice the time and "
+        "space, and later models would get different numbers than in a script that prepares it "
         "once"
     )
 

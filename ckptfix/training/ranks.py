@@ -219,8 +219,6 @@ def _why(what: str, seconds: float, missing: list[int], can_save_alone: bool) ->
     )
     alone = as_given("pass save_together=False", "leave out --save-together")
     remedy = (
-        f"; if only the main process saves, {alone}, so that it does not wait"
-        if can_save_alone
-        else ""
+        f"; if only the main process saves, {alone}, so it does not wait" if can_save_alone else ""
     )
     return f"{what} has waited {seconds:g} s for {who}: every process must call it{remedy}"

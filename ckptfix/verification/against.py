@@ -139,11 +139,11 @@ def _told(
     for here, there in moved(both):
         if id(here) not in swapped:
             compared = f"{here.label} was compared with {other.root / there.label}"
-            yield f"positions of models: {compared}; their keys match, or no other model was left"
+            yield f"positions of models: {compared}, because their keys match or no other was left"
     yield from _beside_tensors(contents, other, files, optimizers)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
         sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
-        yield f"tensors under different keys: no key is in both; next: ckptfix diff {sides}"
+        yield f"tensors under different keys: the sides share no key; next: ckptfix diff {sides}"
 
 
 def _without_weights(side: Contents) -> str:

@@ -237,8 +237,8 @@ class Attested(Recorded):
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
                 of_masters = self._of_weights[name] is Format.DEEPSPEED
-                what = "fp32 weights, not in copies with another dtype" if of_masters else "tensors"
-                return False, f"is covered by {self.tensor_source} only in its {what}"
+                what = "fp32 weights, not copies with another dtype" if of_masters else "tensors"
+                return False, f"{self.tensor_source} covers only its {what}"
             return False, f"is not covered by {self.source}"
         if files.leaves_out(name):
             return False, f"is not covered by {self.source}, which excludes it"
@@ -457,7 +457,7 @@ class _Placing:
             )
             self.digests[there.label] = found
             if others:
-                words = "the statement lists these tensors under other keys only"
+                words = "the statement lists these tensors only under other keys"
                 self.notes.append(f"{there.label}: {words}: {list_names(others)}")
             if is_unwrapped:
                 self.notes.append(f"{there.label}: keys were compared without wrapper prefixes")

@@ -617,7 +617,7 @@ def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
         if id(a) in known:
             continue
         pair = f"{a.label} in A was compared with {b.label} in B"
-        yield f"positions of models: {pair}; their keys match, or no other model was left"
+        yield f"positions of models: {pair}, because their keys match or no other was left"
 
 
 def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
@@ -644,4 +644,5 @@ def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:
             and not (has_numbers(one.dtype_a) and has_numbers(one.dtype_b))
         ]
         if names:
-            yield f"values of dtypes smaller than a byte (only their bytes): {list_names(names)}"
+            why = "only bytes were compared"
+            yield f"values of dtypes smaller than a byte ({why}): {list_names(names)}"

@@ -117,11 +117,11 @@ class RecordedByHub(Recorded):
         rest = differing - saved.keys()
         if saved and own.isdisjoint(rest) and all(map(self._is_newer, rest)):
             configs = series(sorted({*saved.values()})[:3])
-            why = f"the weights and {configs} were saved over the download of {downloaded.name}"
+            why = f"a save overwrote the downloaded weights and {configs} of {downloaded.name}"
             return tuple(map(_unchecked, found)), replace(downloaded, lost_weights=why), why
         if lost and len(own) > 1:
             words = (
-                f"no weights match {downloaded.name}: they were saved over, or all of them are "
+                f"no weights match {downloaded.name}: a save overwrote them, or all of them are "
                 "damaged"
             )
             downloaded = replace(downloaded, lost_weights=words)
@@ -174,7 +174,7 @@ class RecordedByHub(Recorded):
         if not self._has_times:
             return item
         words = (
-            "it is newer than its download: it was saved over or copied"
+            "it is newer than its download: it was overwritten or copied"
             if newer
             else (
                 "it is not newer than its download: the disk, a copy or the download itself "

@@ -161,9 +161,8 @@ class SealReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
         yield from (line(f"not sealed: {words}") for words in self.special)
         if self.transaction is not None:
-            yield line(
-                f"to undo this seal, before any earlier repair: {command('undo', self.path)}"
-            )
+            undo = command("undo", self.path)
+            yield line(f"to undo this seal (undo it before any earlier repair): {undo}")
         option = "--signature" if self.signed_by else "--oms"
         files = [part for name in self.statements for part in (option, str(self.path / name))]
         by_statements = f"{command('verify', self.path, '', *files)} {self.trust}".strip()

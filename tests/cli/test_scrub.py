@@ -266,7 +266,7 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     run(["scrub", str(runs), "--max-duration", "0s"])
     said = capsys.readouterr().out
     assert (
-        "time limit reached, remaining: 5 checkpoints (3 never checked); to continue, run the same "
+        "time limit reached; remaining: 5 checkpoints (3 never checked); to continue, run the same "
         "command again\n" in said
     )
     ones, summary = scrubbed(capsys, runs)

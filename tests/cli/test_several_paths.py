@@ -63,7 +63,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
     assert (
         lines[-2]
         == "not checked: values of tensors, checksums of tensor records in torch zip files, "
-        "whether all files are of one save, keys and shapes against the model of the script, "
+        "whether all files belong to one save, keys and shapes against the model of the script, "
         "2 pairs in full; for details: ckptfix check -v -r "
         f"{runs}"
     )

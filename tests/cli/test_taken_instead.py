@@ -54,8 +54,8 @@ def copied(name: str) -> Change:
 
 
 TAKEN: dict[str, tuple[Change, float | None, str]] = {
-    "checkpoint_99.bak": (copied("checkpoint_99.bak"), 0.0, "takes it instead of checkpoint_2"),
-    "old_9": (copied("old_9"), 0.0, "takes it instead of checkpoint_2"),
+    "checkpoint_99.bak": (copied("checkpoint_99.bak"), 0.0, "picks it instead of checkpoint_2"),
+    "old_9": (copied("old_9"), 0.0, "picks it instead of checkpoint_2"),
     "best": (
         lambda folder: (folder / "best").mkdir(),
         None,
@@ -69,12 +69,12 @@ TAKEN: dict[str, tuple[Change, float | None, str]] = {
     "log_77.txt": (
         lambda folder: (folder / "log_77.txt").write_text("x"),
         None,
-        "takes it instead of checkpoint_2 and fails, because it is not a folder",
+        "picks it instead of checkpoint_2 and fails, because it is not a folder",
     ),
     "checkpoint_3": (
         lambda folder: (folder / "checkpoint_3").symlink_to("none"),
         None,
-        "takes it instead of checkpoint_2 and fails, because it is not a folder",
+        "picks it instead of checkpoint_2 and fails, because it is not a folder",
     ),
 }
 

@@ -779,7 +779,7 @@ def test_the_first_rank_alone_repairs_and_undoes(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("doctor",), "doctor examines only the machine that it runs on"),
-        (("scrub", "runs"), "divides a fleet among processes only by --shard I/N"),
+        (("scrub", "runs"), "divides a fleet among processes only with --shard I/N"),
         (("prove-resume", "--", "train.py"), "the launcher belongs in COMMAND"),
     ],
     ids=str,

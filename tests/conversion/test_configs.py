@@ -134,7 +134,7 @@ def test_numbers_that_become_infinite_are_counted(
     }
     save_file(state, tmp_path / "a.safetensors")
     receipt = migrate(tmp_path / "a.safetensors", tmp_path / "b.bin", to="bin", dtype="fp16")
-    words = "a.safetensors: 5 finite numbers overflowed F16 and became infinite: in 'w', 'x'"
+    words = "a.safetensors: 5 finite numbers overflowed F16 and became infinite in 'w', 'x'"
     assert receipt.warnings == (words,)
     given = [
         "migrate",

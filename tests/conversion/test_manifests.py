@@ -97,7 +97,7 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
     assert seal(source, force=True).written
     assert verify(source).status == 0
     (words,) = migrate(source / "model.safetensors", source / "new", to="bin").warnings
-    assert "does not list what is written to new;" in words
+    assert "does not list the files in new;" in words
 
 
 def test_no_word_of_a_manifest_that_speaks_of_no_file(tmp_path: Path) -> None:

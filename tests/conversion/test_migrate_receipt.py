@@ -79,8 +79,8 @@ def test_tensors_of_kinds_that_are_not_carried_are_never_dropped(
     state = {"q.weight": quantized(torch.qint8), "b": torch.ones(2), "_extra_state": {"amax": 1}}
     torch.save(state, tmp_path / "a.bin")
     words = (
-        r"a\.bin: 'q\.weight': a quantized tensor \(torch\.qint8\), which only torch itself can"
-        r" store; next: "
+        r"a\.bin: 'q\.weight': a quantized tensor \(torch\.qint8\), which only torch can store;"
+        r" next: "
     )
     with pytest.raises(OperationError, match=words + r"load it with torch, call dequantize\(\)"):
         migrate(

@@ -435,6 +435,6 @@ def test_a_file_that_only_the_checkpoints_next_to_the_source_have(tmp_path: Path
     (roots[2] / "optimizer.bin").unlink()
     receipt = salvage(roots[2], tmp_path / "new")
     assert [str(lost) for lost in receipt.lost] == [
-        "optimizer.bin: missing: 2 of 2 checkpoints next to it have it"
+        "optimizer.bin: missing: 2 of 2 neighbouring checkpoints have it"
     ]
     assert receipt.status == 1

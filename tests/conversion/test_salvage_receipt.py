@@ -43,7 +43,7 @@ def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_s
     (reason,) = lost(receipt).values()
     items = len(dcp_making_items(source / "optimizer_0"))
     assert reason.startswith(
-        f"nothing of it is saved ({items} items), because not every item is intact: "
+        f"nothing of it is salvaged ({items} items), as not every item is intact: "
     )
     assert "ckptfix salvage" not in reason, "nothing can be saved there"
     with pytest.raises(OperationError, match="nothing can be salvaged"):
@@ -149,7 +149,7 @@ def test_a_part_never_stands_where_loaders_take_it_for_the_whole(
     assert files(tmp_path / "new") == {whole, name}
     assert receipt.notes == (
         (
-            f"{part}: the saved part of its model gets a name that no loader looks for, because "
+            f"{part}: the salvaged part of its model gets a name that no loader looks for, because "
             f"{whole} has the complete model"
         ),
     )

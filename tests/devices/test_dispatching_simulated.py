@@ -211,7 +211,7 @@ def test_each_model_holds_for_itself() -> None:
     remove_safe_transfers(models[0])
     assert staged_pairs() == ALL
     with pytest.warns(
-        UserWarning, match=r"stay on .* others still use them \(a dispatched Transformer\)"
+        UserWarning, match=r"stay on .* while they are in use \(a dispatched Transformer\)"
     ):
         dispatch_model(transformer(), THREE, safe_transfers="never")
     remove_safe_transfers(models[1])

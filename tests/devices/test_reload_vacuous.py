@@ -92,7 +92,7 @@ def test_a_name_of_the_map_that_stands_for_nothing_is_said(tmp_path: Path, model
     report = verify_reload(folder, device_map={"frist": 1, "": "cpu"}, model=model)
     assert report.status == 0
     says = text_of(report, Subject.DEVICE_MAP, Outcome.NOT_EXERCISED)
-    assert "1 name of the map without effect" in says
+    assert "1 name in the map without effect" in says
     assert "'frist'" in says
     assert "no device 1" not in str(report), "nothing is on it"
     assert Subject.DEVICE_MAP in {proof.subject for proof in report.unproven_transfers}

@@ -243,7 +243,8 @@ def test_weights_under_a_key_are_no_load(
     torch.save({"model": model.state_dict()}, tmp_path / "pytorch_model.bin")
     assert run(["check", "--load", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "it fails: pytorch_model.bin: it holds a dict with a state dict under 'model'" in out
+    words = "pytorch_model.bin: it holds a dict with a state dict under 'model'"
+    assert f"the load fails: {words}" in out
     assert "stays random" not in out
 
 
@@ -542,8 +543,9 @@ def test_shards_whose_index_nobody_can_follow(text: str | None, words: str, tmp_
     (outcome,) = check(tmp_path, load=True).load
     assert (outcome.status, outcome.refused) == (1, f"{index.name} {words}")
     assert [str(text) for text in outcome.lines()][:2] == [
-        f"  load: transformers, {index.name}: 21 tensors", f"    it fails: {index.name} {words}"
-    ]  # fmt: skip
+        f"  load: transformers, {index.name}: 21 tensors",
+        f"    the load fails: {index.name} {words}",
+    ]
 
 
 def test_a_config_that_the_library_cannot_read(tmp_path: Path) -> None:
@@ -593,7 +595,7 @@ def test_a_load_from_python(tmp_path: Path) -> None:
     assert [finding.code for finding in report.findings] == ["dead-adapter"]
     (outcome,) = report.load
     assert (outcome.live, len(outcome.dead), report.status) == (0, 8, 1)
-    assert "0 of 8 tensors of the adapter live" in str(report)
+    assert "0 of 8 tensors of the adapter in use" in str(report)
     assert not check(tmp_path / "model").load
     # Of a store only the headers are read, and the base is the one of this machine.
     url = f"memory://{os.urandom(6).hex()}/model"
@@ -687,7 +689,7 @@ def test_findings_that_the_library_contradicts(
     assert run(["check", str(tmp_path / "model")]) == 1
     assert run(["check", "--load", str(tmp_path / "model")]) == 0
     text = capsys.readouterr().out
-    assert "8 of 8 tensors of the adapter live" in text
+    assert "8 of 8 tensors of the adapter in use" in text
     assert "the headers alone suggest: " in text
     assert "[dead-adapter]" in text
 

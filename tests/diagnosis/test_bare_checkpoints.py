@@ -338,7 +338,7 @@ def test_random_states_of_other_ranks_alone(tmp_path: Path, said: Said) -> None:
     """Rank 1 writes its own while rank 0 still writes the weights; or its node has a disk of its
     own.
     """
-    words = "weights: only per-rank states are here, as on a node that saves to its own disk"
+    words = "weights: the folder has only per-rank states, as on a node that saves to its own disk"
     for number in (5, 10, 15):
         root = make_of_trainer(tmp_path / f"checkpoint-{number}")
         for path in root.iterdir():
@@ -414,7 +414,7 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
         ),
         (
             f"{tmp_path}/c: no checkpoint to resume from: checkpoint-7: neither "
-            "random_states_0.pkl, which save_state writes near its end, nor the Trainer's "
+            "random_states_0.pkl, which save_state writes near the end, nor the Trainer's "
             "trainer_state.json"
         ),
     ]
@@ -476,7 +476,7 @@ def test_a_checkpoint_that_load_state_refuses_is_passed_over(
         (resume,) = json.loads(said("check", "-r", place, "--json")[1])["resume"]
         assert resume["passed_over"] == ["checkpoint_3"]
         with pytest.warns(
-            UserWarning, match=r"took checkpoint_2 and passed over checkpoint_3: optimizer\.bin"
+            UserWarning, match=r"chose checkpoint_2 and passed over checkpoint_3: optimizer\.bin"
         ):
             assert str(latest_checkpoint(place)) == resume["checkpoint"]
 

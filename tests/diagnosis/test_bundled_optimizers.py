@@ -367,7 +367,7 @@ def test_optimizers_beyond_the_limit_are_listed(tmp_path: Path) -> None:
     torch.save(bundle, tmp_path / "last.pt")
     assert unchecked(tmp_path) == [
         "optimizers inside 'last.pt': some differ from torch's state_dict(), or there are more "
-        "than 64"
+        "than 64 of them"
     ]
 
 

@@ -92,7 +92,7 @@ def test_a_checkpoint_alone_is_compared_with_those_next_to_it(
     report = check(checkpoints[at])
     (finding,) = report.findings
     assert (report.status, finding.code) == (1, "incomplete-checkpoint")
-    assert str(finding) == f"{lost} is missing: 2 of 2 checkpoints next to it have it"
+    assert str(finding) == f"{lost} is missing: 2 of 2 neighbouring checkpoints have it"
     assert [check(path).status for path in checkpoints].count(1) == 1
 
 
@@ -258,7 +258,7 @@ def test_a_custom_object_that_no_checkpoint_next_to_it_has_is_told(tmp_path: Pat
     assert (
         str(finding)
         == "custom_checkpoint_1.pkl: it holds one of 2 custom objects (expected 1, as in 2 "
-        "checkpoints next to it)"
+        "neighbouring checkpoints)"
     )
     assert "move the file out of the folder" in finding.advice
     assert [check(path).status for path in checkpoints].count(1) == (at == 1)
@@ -305,7 +305,7 @@ def test_a_custom_object_of_another_run(other: str, tmp_path: Path) -> None:
         assert (
             found[0][1]
             == "custom_checkpoint_0.pkl: it holds an object with 'best_loss', 'patience' (expected "
-            "'decay', 'shadow', as in 2 checkpoints next to it)"
+            "'decay', 'shadow', as in 2 neighbouring checkpoints)"
         )
     assert [check(path).findings for path in checkpoints[::2]] == [(), ()]
     accelerator = prepared(tmp_path, averages=0)
@@ -327,7 +327,7 @@ def test_the_newest_custom_object_without_content_is_a_note(state: object, tmp_p
         (
             "note",
             "custom_checkpoint_0.pkl: it holds an object with no 'decay', 'shadow' (expected "
-            "'decay', 'shadow', as in 2 checkpoints next to it)",
+            "'decay', 'shadow', as in 2 neighbouring checkpoints)",
         )
     ]
 
@@ -377,8 +377,8 @@ def test_a_first_custom_object_between_checkpoints_without_any_is_a_note(tmp_pat
     assert note.severity.value == "note"
     assert (
         str(note)
-        == "custom_checkpoint_0.pkl: it holds a custom object (expected none, as in 2 checkpoints "
-        "next to it)"
+        == "custom_checkpoint_0.pkl: it holds a custom object (expected none, as in 2 neighbouring "
+        "checkpoints)"
     )
 
 

@@ -64,10 +64,10 @@ def test_a_complete_checkpoint_has_nothing_to_say(tmp_path: Path, source: str) -
 
 def test_a_rank_is_missing(tmp_path: Path) -> None:
     root = make(tmp_path / "checkpoint", without=["random_states_0.pkl"])
-    assert incomplete(root) == ["random_states_0.pkl is missing: random_states_1.pkl is there"]
+    assert incomplete(root) == ["random_states_0.pkl is missing: random_states_1.pkl exists"]
     shutil.copy(root / "random_states_1.pkl", root / "random_states_3.pkl")
     assert incomplete(root) == [
-        "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl is there"
+        "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl exists"
     ]
 
 
@@ -84,14 +84,14 @@ def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> No
     report = check(tmp_path / "node")
     assert report.status == 0
     assert (
-        "weights: only per-rank states are here, as on a node that saves to its own disk"
+        "weights: the folder has only per-rank states, as on a node that saves to its own disk"
         in report.not_checked
     )
 
 
 def test_a_scheduler_without_an_optimizer(tmp_path: Path) -> None:
     root = make(tmp_path / "checkpoint", "custom-object", without=["optimizer.bin"])
-    assert incomplete(root) == ["optimizer.bin is missing: scheduler.bin is there"]
+    assert incomplete(root) == ["optimizer.bin is missing: scheduler.bin exists"]
 
 
 def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_p
     assert any(words.startswith("optimizers: none saved") for words in check(root).not_checked)
     ranks = make(tmp_path / "b", without=["random_states_0.pkl"])
     assert seal(ranks).written
-    assert incomplete(ranks) == ["random_states_0.pkl is missing: random_states_1.pkl is there"]
+    assert incomplete(ranks) == ["random_states_0.pkl is missing: random_states_1.pkl exists"]
 
 
 def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_sibling_has_it(tmp_path: Path, lost: str, capsys: pytest.CaptureFixtu
     if lost != "model.safetensors":  # missing-model says that already
         assert finding["code"] == "incomplete-checkpoint"
         assert finding["missing"] == [lost]
-        assert "2 of 2 checkpoints next to it have it" in finding["message"]
+        assert "2 of 2 neighbouring checkpoints have it" in finding["message"]
 
 
 def test_neighbours_are_compared_wherever_they_are(
@@ -178,7 +178,7 @@ def test_folders_that_only_end_in_a_number_are_compared_if_they_are_named(tmp_pa
     (roots[1] / "custom_checkpoint_0.pkl").unlink()
     assert incomplete(roots[1]) == []
     assert incomplete(roots[1], roots) == [
-        "custom_checkpoint_0.pkl is missing: 2 of 2 checkpoints next to it have it"
+        "custom_checkpoint_0.pkl is missing: 2 of 2 neighbouring checkpoints have it"
     ]
 
 
@@ -215,7 +215,7 @@ def test_a_checkpoint_given_twice_counts_once(tmp_path: Path) -> None:
     roots = [make(tmp_path / f"checkpoint_{number}", "custom-object") for number in range(2)]
     (roots[1] / "custom_checkpoint_0.pkl").unlink()
     assert incomplete(roots[1], [*roots, roots[1], *roots]) == [
-        "custom_checkpoint_0.pkl is missing: 1 of 1 checkpoints next to it have it"
+        "custom_checkpoint_0.pkl is missing: the neighbouring checkpoint has it"
     ]
 
 
@@ -225,7 +225,7 @@ def test_all_but_the_model_is_gone(tmp_path: Path) -> None:
     for name in lost:
         (roots[1] / name).unlink()
     (words,) = incomplete(roots[1], roots)
-    assert words == f"{', '.join(lost)} are missing: 1 of 1 checkpoints next to it have them"
+    assert words == f"{', '.join(lost)} are missing: the neighbouring checkpoint has them"
 
 
 def test_an_export_next_to_checkpoints_is_none_of_them(tmp_path: Path) -> None:
@@ -275,8 +275,8 @@ def test_the_newest_may_lack_a_rank_and_certainly_lacks_its_optimizer(tmp_path: 
         (roots[1] / name).unlink()
     report = check(roots[1], siblings=roots)
     assert [(one.severity.value, str(one)) for one in report.findings] == [
-        ("warning", "optimizer.bin is missing: 1 of 1 checkpoints next to it have it"),
-        ("note", "random_states_1.pkl is missing: 1 of 1 checkpoints next to it have it"),
+        ("warning", "optimizer.bin is missing: the neighbouring checkpoint has it"),
+        ("note", "random_states_1.pkl is missing: the neighbouring checkpoint has it"),
     ]
 
 
@@ -325,17 +325,17 @@ def test_a_complete_checkpoint_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("without", "missing"),
     [
-        (["trainer_state.json"], "trainer_state.json is missing: rng_state_1.pth is there"),
-        (["scheduler.pt"], "scheduler.pt is missing: rng_state_1.pth is there"),
-        (["optimizer.pt"], "optimizer.pt is missing: scheduler.pt is there"),
+        (["trainer_state.json"], "trainer_state.json is missing: rng_state_1.pth exists"),
+        (["scheduler.pt"], "scheduler.pt is missing: rng_state_1.pth exists"),
+        (["optimizer.pt"], "optimizer.pt is missing: scheduler.pt exists"),
         (
             ["optimizer.pt", "scheduler.pt"],
-            "optimizer.pt, scheduler.pt are missing: rng_state_1.pth is there",
+            "optimizer.pt, scheduler.pt are missing: rng_state_1.pth exists",
         ),
-        (["rng_state_0.pth"], "rng_state_0.pth is missing: rng_state_1.pth is there"),
+        (["rng_state_0.pth"], "rng_state_0.pth is missing: rng_state_1.pth exists"),
         (
             ["rng_state_0.pth", "rng_state_1.pth"],
-            "rng_state.pth is missing: optimizer.pt is there",
+            "rng_state.pth is missing: optimizer.pt exists",
         ),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(
         shutil.copy(root / "model.safetensors", root / "pytorch_model_fsdp.bin")
     assert incomplete(root) == []
     (root / "scheduler.pt").unlink()
-    assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth is there"]
+    assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth exists"]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_config_has_another_name(tmp_path: Path) -> None:
     Run("unet").accelerator.save_state(str(folder))
     (folder / "unet/config.json").rename(folder / "unet/config (1).json")
     (problem,) = problems(folder)
-    assert problem.startswith("config.json is missing: 'config (1).json' is there")
+    assert problem.startswith("config.json is missing: 'config (1).json' exists")
 
 
 def _lora(folder: Path) -> None:

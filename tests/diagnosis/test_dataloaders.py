@@ -148,7 +148,7 @@ def test_two_loaders_with_each_others_states_are_a_warning(at: int, tmp_path: Pa
     assert outcome(folders[at]) == "fails"
     words = (
         "it holds the state of a data loader with 1 worker (expected 0 workers, as in 2 "
-        "checkpoints next to it)"
+        "neighbouring checkpoints)"
     )
     assert told(folders[at]) == [("warning", f"{LOADER}: {words}; swapped with {WITH_WORKER}")]
     assert [told(folder) for folder in folders if folder != folders[at]] == [[], []]

@@ -104,9 +104,12 @@ def chunk(offset: int, length: int) -> ChunkStorageMetadata:
 @pytest.mark.parametrize(
     ("chunks", "words"),
     [
-        ([chunk(0, 2)], "10 of its 20 elements are in no chunk"),
+        ([chunk(0, 2)], "10 of its 20 elements are not in any chunk"),
         ([chunk(0, 2), chunk(1, 3)], "overlap"),
-        ([chunk(0, 2), chunk(1, 1)], "overlap, and at least 6 of its 20 elements are in no chunk"),
+        (
+            [chunk(0, 2), chunk(1, 1)],
+            "overlap, and at least 6 of its 20 elements are not in any chunk",
+        ),
         ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "is not stored in any file"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_state_whose_name_is_in_no_group_is_not_renamed(tmp_path: Path) -> Non
     save_run(tmp_path, "one", state)
     before = snapshot(tmp_path)
     receipt = repair(tmp_path)
-    words = "it is not clear where its parameter name ends"
+    words = "it is not clear which part of the key is the name"
     assert any(words in one.reason for one in receipt.unplanned)
     assert receipt.transaction is None
     assert snapshot(tmp_path) == before

@@ -119,7 +119,7 @@ def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
         == f"{SECOND_RANK} is missing: 1 file of optimizer states (expected 2, one per rank); "
         "first missing rank: 1"
     )
-    assert "from the node that it ran on" in finding.advice
+    assert "from its node into this folder" in finding.advice
     assert codes(saved / "pytorch_model") == [("missing-rank", Path(SECOND_RANK).name)]
     assert verify(saved).status == 1
     assert not seal(saved).written
@@ -794,14 +794,14 @@ def replace_latest(root: Path, content: str | None) -> Path:
 
 
 LOST_TAGS = {
-    None: "latest is missing: {tag}/ is there",
+    None: "latest is missing: {tag}/ exists",
     "": "latest: it is empty",
     "\ufeffpytorch_model": (
-        r"latest: it names '\ufeffpytorch_model', which is not a DeepSpeed folder"
+        r"latest: it points to '\ufeffpytorch_model', which is not a DeepSpeed folder"
     ),
     " \n": "latest: it is empty",
     "/": "latest: it is not a text file",
-    "global_step99": "latest: it names 'global_step99', which is not a DeepSpeed folder",
+    "global_step99": "latest: it points to 'global_step99', which is not a DeepSpeed folder",
 }
 
 

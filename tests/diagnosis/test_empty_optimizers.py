@@ -250,7 +250,7 @@ def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) 
         state = scheduler.state_dict()
         bundle(path, model, optimizer, **{key: [state] if key == "lr_schedulers" else state})
         expected = [
-            "last.pt: optimizer: none of 2 parameters has moments, but its scheduler made 3 steps"
+            "last.pt: optimizer: none of 2 parameters has moments, but its scheduler took 3 steps"
         ]
         assert told(path) == (expected if moved else [])
         assert check(path).status == 0
@@ -272,7 +272,7 @@ def test_a_scheduler_that_moved_is_a_note(tmp_path: Path) -> None:
     root = training.save(tmp_path / "checkpoint")
     clear(root / "optimizer.bin")
     assert told(root) == [
-        "optimizer.bin: none of 1 parameter has moments, but its scheduler made 3 steps"
+        "optimizer.bin: none of 1 parameter has moments, but its scheduler took 3 steps"
     ]
     assert check(root).status == 0, (
         "a script may move its scheduler without a step of the optimizer"

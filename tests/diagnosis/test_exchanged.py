@@ -83,8 +83,8 @@ def test_two_files_with_each_others_names_are_told(
     exchange(folders[at], kind, partner)
     assert is_refused(folders[at], optimizer)
     words = (
-        f"{kind}: it holds the keys and shapes of {partner} (expected its own, as in 2 checkpoints "
-        "next to it)"
+        f"{kind}: it holds the keys and shapes of {partner} (expected its own, as in 2 "
+        "neighbouring checkpoints)"
     )
     if kind != "model.safetensors":
         # torch wrote its name into the file.
@@ -281,7 +281,7 @@ def test_the_model_of_another_run_is_told(
     rewrite(root, change)
     assert is_refused(root)
     assert told(root)[0][0] == "warning"
-    assert "(expected 4 tensors, as in 2 checkpoints next to it)" in told(root)[0][1]
+    assert "(expected 4 tensors, as in 2 neighbouring checkpoints)" in told(root)[0][1]
 
 
 def moments(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -358,7 +358,9 @@ def test_other_wrappers_than_in_the_checkpoints_next_to_it_are_told(
     assert is_refused(root)
     [finding] = [finding for finding in check(root).findings if finding.code == "wrong-state"]
     assert finding.severity.value == "warning"
-    assert str(finding) == f"model_1.safetensors: it holds {holds}, as in 2 checkpoints next to it)"
+    assert (
+        str(finding) == f"model_1.safetensors: it holds {holds}, as in 2 neighbouring checkpoints)"
+    )
     if "ckptfix repair DIR --keys bare" in finding.advice:
         repair(root, policy=Policy(keys=Keys.BARE))
         assert check(root).status == 0
@@ -519,7 +521,7 @@ def test_what_loads_rounded_between_two_checkpoints_is_told(
     OneModel(optimizer).load(roots[1])
     words = [sentence for severity, sentence in told(roots[1]) if severity == "warning"]
     assert any(
-        f" in {dtype} (expected F32, as in 2 checkpoints next to it)" in sentence
+        f" in {dtype} (expected F32, as in 2 neighbouring checkpoints)" in sentence
         for sentence in words
     )
     assert [told(root) for root in (roots[0], roots[2])] == [[], []]

@@ -109,7 +109,7 @@ def test_an_optimizer_and_a_scheduler_under_each_others_key_are_told(
         ),
         reverse=True,
     )
-    assert "exchange the values under" in check(path).findings[0].advice
+    assert "swap the values under" in check(path).findings[0].advice
 
 
 def test_a_state_that_was_copied_over_another_is_told(tmp_path: Path) -> None:

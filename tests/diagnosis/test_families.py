@@ -186,7 +186,7 @@ def test_other_keys_dtypes_and_shapes_are_a_note(tmp_path: Path) -> None:
     assert (note.own, note.absent, note.changed) == (("x",), ("d",), ("b", "c"))
     assert (
         str(note) == "pytorch_model.bin: 1 key not in model.safetensors: 'x'; 1 key only in "
-        "model.safetensors: 'd'; 2 keys with another dtype or shape: 'b', 'c'; values were "
+        "model.safetensors: 'd'; 2 keys with a different dtype or shape: 'b', 'c'; values were "
         "not compared; load_state and transformers load model.safetensors, "
         "load_checkpoint_in_model loads pytorch_model.bin"
     )

@@ -156,7 +156,7 @@ def test_the_config_of_an_export_has_another_name(
     (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
     assert (
         str(warning)
-        == f"{name} is missing: {other!r} is there, but from_pretrained does not look for that "
+        == f"{name} is missing: {other!r} exists, but from_pretrained does not look for that "
         "name"
     )
     assert f"rename it to {name}" in warning.advice
@@ -172,7 +172,7 @@ def test_the_config_is_lost_next_to_that_of_generation(
     (folder / "config.json").unlink()
     assert not is_loaded(folder, "transformers", folder)
     (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert str(warning) == "config.json is missing: generation_config.json is there"
+    assert str(warning) == "config.json is missing: generation_config.json exists"
     assert warning.advice.startswith("from_pretrained fails without it; copy it again")
 
 
@@ -370,7 +370,7 @@ def test_the_adapter_of_a_trainer_has_another_name(
             trainer._load_from_checkpoint(str(folder))
     name = "adapter_model.safetensors"
     assert problems(folder) == [
-        f"{name} is missing: {other!r} is there, but the Trainer does not look for that name"
+        f"{name} is missing: {other!r} exists, but the Trainer does not look for that name"
     ]
     with pytest.raises(UsageError, match=r"checkpoint-2: no adapter_model\.safetensors"):
         ckptfix.latest_checkpoint(folder.parent)
@@ -470,7 +470,7 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
     assert problems(folder) == []
     assert words in check(folder).not_checked
     (folder / "optimizer.pt").unlink()
-    assert problems(folder) == ["optimizer.bin is missing: scheduler.bin is there"]
+    assert problems(folder) == ["optimizer.bin is missing: scheduler.bin exists"]
 
 
 def test_a_script_that_saves_its_optimizer_itself(tmp_path: Path) -> None:

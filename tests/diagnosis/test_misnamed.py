@@ -153,14 +153,14 @@ def test_a_file_with_nearly_the_name_of_a_missing_state_is_told(
 ) -> None:
     (folder / name).rename(folder / near)
     assert not is_loaded(folder)
-    words = f"{near!r} is there, but load_state does not look for that name"
+    words = f"{near!r} exists, but load_state does not look for that name"
     if (
         name.startswith("custom")
         and near.startswith("custom_checkpoint_0")
         and near.endswith(".pkl")
         and " " not in near
     ):
-        words = f"load_state counts {near!r} as well, and expects consecutive numbers"
+        words = f"load_state also counts {near!r}, and expects consecutive numbers"
     # An optimizer without a model may be told, too.
     assert ("incomplete-checkpoint", f"{name} is missing: {words}") in problems(folder)
     (finding,) = (one for one in check(folder).findings if one.code == "incomplete-checkpoint")
@@ -187,7 +187,7 @@ def test_a_stem_of_the_other_format_or_no_rank_is_reported(
 ) -> None:
     (folder / name).rename(folder / near)
     assert not is_loaded(folder)
-    words = f"{name} is missing: {near!r} is there, but load_state does not look for that name"
+    words = f"{name} is missing: {near!r} exists, but load_state does not look for that name"
     assert ("incomplete-checkpoint", words) in problems(folder)
     shutil.copy(folder / near, folder / name)
     assert is_loaded(folder)
@@ -247,7 +247,7 @@ def test_a_custom_object_that_accelerate_counts_is_told(folder: Path, number: st
     shutil.copy(folder / "custom_checkpoint_0.pkl", folder / name)
     assert not is_loaded(folder)
     words = (
-        f"custom_checkpoint_2.pkl is missing: load_state counts {name!r} as well, and "
+        f"custom_checkpoint_2.pkl is missing: load_state also counts {name!r}, and "
         "expects consecutive numbers"
     )
     assert problems(folder) == [("incomplete-checkpoint", words)]
@@ -360,7 +360,7 @@ def test_a_name_that_the_checkpoints_next_to_it_have_is_missing(
         (folder / state).rename(folder / state.replace("_1", "-1"))
     assert not is_loaded(folder)
     near = name.replace("_1", "-1")
-    words = f"{name} is missing: {near!r} is there, but load_state does not look for that name"
+    words = f"{name} is missing: {near!r} exists, but load_state does not look for that name"
     assert ("incomplete-checkpoint", words) in problems(folder)
     with pytest.warns(UserWarning, match="passed over checkpoint_3"):
         assert latest_checkpoint(folder.parent) == folder.parent / "checkpoint_2"
@@ -372,7 +372,7 @@ def test_a_scaler_under_another_name_is_missing(tmp_path: Path) -> None:
     (folder / "scaler.pt").rename(folder / "Scaler.pt")
     with pytest.raises(FileNotFoundError, match=r"scaler\.pt"):
         Small(has_scaler=True).accelerator.load_state(str(folder))
-    words = "scaler.pt is missing: 'Scaler.pt' is there, but load_state does not look for that name"
+    words = "scaler.pt is missing: 'Scaler.pt' exists, but load_state does not look for that name"
     assert problems(folder) == [("incomplete-checkpoint", words)]
 
 
@@ -383,8 +383,7 @@ def test_a_model_under_another_name_alone_is_missing(tmp_path: Path, near: str) 
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
     words = (
-        f"model.safetensors is missing: {near!r} is there, and load_state does not look for that "
-        "name"
+        f"model.safetensors is missing: {near!r} exists, but load_state does not look for that name"
     )
     assert ("incomplete-checkpoint", words) in problems(folder)
 
@@ -402,7 +401,7 @@ def test_a_file_that_was_set_aside_and_is_needed_is_missing(
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
     words = (
-        f"{name} is missing: '{name}{ending}' is there, but load_state does not look for that name"
+        f"{name} is missing: '{name}{ending}' exists, but load_state does not look for that name"
     )
     assert ("incomplete-checkpoint", words) in problems(folder)
 
@@ -418,7 +417,7 @@ def test_weights_for_fsdp_in_a_run_without_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Small().accelerator.load_state(str(folder))
     words = (
-        "model.safetensors is missing: pytorch_model_fsdp.bin is there, but load_state reads it "
+        "model.safetensors is missing: pytorch_model_fsdp.bin exists, but load_state reads it "
         "only with FSDP, and optimizer.bin comes from a run without FSDP"
     )
     assert problems(folder) == [("incomplete-checkpoint", words)]
@@ -468,7 +467,7 @@ def test_all_files_have_the_mark_of_a_copy(folder: Path, names: tuple[str, ...],
     for name in names:
         (folder / name).rename(folder / _marked(name, mark))
     assert not is_loaded(folder)
-    words = "{} is missing: {!r} is there, but load_state does not look for that name"
+    words = "{} is missing: {!r} exists, but load_state does not look for that name"
     assert problems(folder) == [
         ("incomplete-checkpoint", words.format(name, _marked(name, mark))) for name in sorted(names)
     ]

@@ -119,10 +119,10 @@ def test_schedulers_that_were_exchanged_load_and_are_told(tmp_path: Path) -> Non
     assert [finding.code for finding in check(renamed).findings] == ["wrong-state"]
     exchange(newer, "scheduler.bin", "scheduler_1.bin", is_recorded=False)
     words = (
-        "has the learning rates of optimizer_1.bin (expected those of optimizer.bin, as in "
+        "has the learning rates of optimizer_1.bin (expected the rates of optimizer.bin, as in "
         "checkpoint_3"
     )
-    assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has them)"]
+    assert told(newer) == [f"scheduler.bin: {words}; scheduler_1.bin has those)"]
     assert told(older) == []
     assert Run(1, SCHEDULES["ExponentialLR"], SCHEDULES["StepLR"]).goes_on(newer), (
         "stock accelerate loads it"
@@ -135,7 +135,7 @@ def test_a_scheduler_that_was_copied_over_another_is_told(tmp_path: Path) -> Non
     _, older, newer = saves(tmp_path, "ExponentialLR", "StepLR", groups=1)
     shutil.copy(older / "scheduler.bin", older / "scheduler_1.bin")
     words = (
-        "has the learning rates of optimizer.bin (expected those of optimizer_1.bin, as in "
+        "has the learning rates of optimizer.bin (expected the rates of optimizer_1.bin, as in "
         "checkpoint_6)"
     )
     assert told(older) == [f"scheduler_1.bin: {words}"]

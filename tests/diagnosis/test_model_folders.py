@@ -153,7 +153,7 @@ def test_a_model_that_the_script_no_longer_saves(run: Path) -> None:
     (finding,) = check(run / "checkpoint-30").findings
     assert (
         str(finding)
-        == f"unet_ema/config.json, unet_ema/{WEIGHTS} are missing: 2 of 2 checkpoints next to it "
+        == f"unet_ema/config.json, unet_ema/{WEIGHTS} are missing: 2 of 2 neighbouring checkpoints "
         "have them"
     )
     assert "no longer saves this model" in finding.advice

@@ -73,7 +73,7 @@ def test_placeholders_are_an_error(
     assert check(whole).status == 0
     (finding,) = check(cut).findings
     assert (finding.severity.value, finding.code) == ("error", "wrong-state")
-    assert "empty tensors, as ZeRO-3 leaves them on each rank, for " in str(finding)
+    assert "empty tensors, like those that ZeRO-3 leaves on each rank, for " in str(finding)
     assert "zero_to_fp32.py" in finding.advice
     assert "stage3_gather_16bit_weights_on_model_save" in finding.advice
 
@@ -226,7 +226,7 @@ def test_the_folder_of_deepspeed_is_named(tmp_path: Path) -> None:
         (state / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     (finding,) = check(final).findings
     assert (
-        "merge those in ../checkpoint-10/global_step10/ with DeepSpeed's zero_to_fp32.py"
+        "merge the states in ../checkpoint-10/global_step10/ with DeepSpeed's zero_to_fp32.py"
         in finding.advice
     )
     shutil.move(tmp_path / "checkpoint-10" / "global_step10", final / "global_step10")

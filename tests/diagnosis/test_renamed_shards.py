@@ -113,8 +113,8 @@ def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -
     folder.shard(3).unlink()
     (finding,) = findings(folder)
     assert str(finding).endswith(
-        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold those of 2 "
-        "of the shards"
+        "; 'model-00001-of-00004.safetensors', 'model-00002-of-00004.safetensors' hold the "
+        "tensors of 2 of the shards"
     )
     advice = finding.advice_at(str(folder.path))
     assert advice.startswith(

@@ -251,7 +251,7 @@ def test_a_file_of_a_script_that_is_no_file_of_torch(run: Path, said: Said) -> N
     tokens = run / "checkpoint_3" / "tokens.bin"
     tokens.write_bytes(bytes(range(1, 250)) * 9)
     assert check(run / "checkpoint_3").status == 0
-    words = "not a torch file, and no library looks for it by its name"
+    words = "not a torch file, and no library looks for this name"
     assert f"tokens.bin: {words}" in check(run / "checkpoint_3").not_checked
     status, _, error = said("check", tokens)
     assert (status, f"{tokens} is {words}" in error) == (2, True)
@@ -363,7 +363,7 @@ def test_a_position_of_a_dataloader_is_a_note(tmp_path: Path) -> None:
     assert len(list(loader)) == 8
     report = check(newest)
     (finding,) = report.findings
-    assert str(finding) == "dl_state_dict.bin is missing: 2 of 2 checkpoints next to it have it"
+    assert str(finding) == "dl_state_dict.bin is missing: 2 of 2 neighbouring checkpoints have it"
     assert "the epoch starts over" in finding.advice
     assert report.status == 0
     assert latest_checkpoint(tmp_path) == newest

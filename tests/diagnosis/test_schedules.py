@@ -422,7 +422,7 @@ def test_a_schedule_of_another_class_between_two_checkpoints_is_told(
     ((severity, sentence),) = wrong_states(roots[1])
     assert severity == "warning"
     assert sentence.startswith("scheduler.bin: it holds a schedule with ")
-    assert sentence.endswith(", as in 2 checkpoints next to it)")
+    assert sentence.endswith(", as in 2 neighbouring checkpoints)")
     assert [wrong_states(root) for root in (roots[0], roots[2])] == [[], []]
     # A script that changed its schedule since the second checkpoint.
     shutil.copy(source / "scheduler.bin", roots[2])

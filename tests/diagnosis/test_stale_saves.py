@@ -75,8 +75,8 @@ SAMPLED = "; the first bytes of each tensor are equal"
         (
             (WEIGHTS,),
             [
-                f"{WEIGHTS}: weights as in checkpoint-2 (expected other values: step in {OPTIMIZER} "
-                "went from 2 to 3 at a learning rate of 0.001)"
+                f"{WEIGHTS}: weights as in checkpoint-2 (expected different values: step in "
+                f"{OPTIMIZER} went from 2 to 3 at a learning rate of 0.001)"
             ],
         ),
         (
@@ -183,7 +183,8 @@ def test_the_saves_next_to_two_show_whose_optimizer_it_is(
         assert told(folders[1]) == []
         ((severity, words),) = told(folders[2])
         assert severity == "warning"
-        assert "optimizer state as in checkpoint_1 (expected other values: last_epoch in" in words
+        expected = "optimizer state as in checkpoint_1 (expected different values: last_epoch in"
+        assert expected in words
     else:
         assert [bool(told(folder)) for folder in folders[1:3]] == [True, False]
 
@@ -649,7 +650,7 @@ def test_every_layout_is_compared(save: Callable[..., str], tmp_path: Path) -> N
     assert [len(findings) for findings in found] == [0, 0, 1, 0]
     ((severity, words),) = found[2]
     assert severity == "warning"
-    assert words.startswith(f"{path}: weights as in checkpoint_2 (expected other values: ")
+    assert words.startswith(f"{path}: weights as in checkpoint_2 (expected different values: ")
     assert "at a learning rate of 0.001" in words
 
 
@@ -708,8 +709,8 @@ def test_a_trained_model_of_an_earlier_save_in_a_sub_folder_is_told(
     ((severity, words),) = told(output / "checkpoint_3", **options)
     assert severity == "warning"
     assert words.startswith(
-        f"{name}: weights as in checkpoint_2 (expected other values: step in optimizer.bin went "
-        "from 2 to 3 at a learning rate of 0.001)"
+        f"{name}: weights as in checkpoint_2 (expected different values: step in optimizer.bin "
+        "went from 2 to 3 at a learning rate of 0.001)"
     )
     assert told(output / "checkpoint_2", **options) == []
     assert told(output / "checkpoint_4", **options) == []
@@ -778,8 +779,8 @@ def with_two_optimizers(
 @pytest.mark.parametrize(
     ("name", "words", "counter"),
     [
-        ("model.safetensors", "weights as in checkpoint_2 (expected other", "optimizer.bin"),
-        ("model_1.safetensors", "weights as in checkpoint_2 (expected other", "optimizer.bin"),
+        ("model.safetensors", "weights as in checkpoint_2 (expected different", "optimizer.bin"),
+        ("model_1.safetensors", "weights as in checkpoint_2 (expected different", "optimizer.bin"),
         ("optimizer.bin", "optimizer state of checkpoint_2 (expected new", "optimizer_1.bin"),
         ("optimizer_1.bin", "optimizer state of checkpoint_2 (expected new", "optimizer.bin"),
     ],
@@ -805,7 +806,7 @@ def test_one_newer_optimizer_in_an_older_checkpoint_is_found_there(tmp_path: Pat
     shutil.copy(output / "checkpoint_3" / name, output / "checkpoint_2" / name)
     ((severity, sentence),) = told(output / "checkpoint_2")
     assert severity == "warning"
-    assert sentence.startswith(f"{name}: optimizer state of checkpoint_3, which is later: its step")
+    assert sentence.startswith(f"{name}: optimizer state of checkpoint_3, a later save: its step")
     assert told(output / "checkpoint_3") == []
 
 
@@ -900,8 +901,8 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
             ((severity, words),) = told(folder, **options)
             assert severity == "warning"
             assert words.startswith(
-                f"{name}: weights as in checkpoint-2 (expected other values: step in {OPTIMIZER} went "
-                "from 2 to 3"
+                f"{name}: weights as in checkpoint-2 (expected different values: step in "
+                f"{OPTIMIZER} went from 2 to 3"
             )
         (folder / name).write_bytes(new)
     copied(run_folder, *names[:2])
@@ -916,7 +917,8 @@ def test_shards_without_an_optimizer_are_listed_as_not_checked(tmp_path: Path) -
     folder = copied(run_folder, "model-00003-of-00004.safetensors")
     assert told(folder) == []
     assert any(
-        words.startswith("whether all files are of one save") for words in check(folder).not_checked
+        words.startswith("whether all files belong to one save")
+        for words in check(folder).not_checked
     )
 
 

@@ -113,14 +113,14 @@ DAMAGE: dict[str, tuple[Change, str, str]] = {
     "F16": (
         changed(rounded),
         "others",
-        f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 3 checkpoints next to it)",
+        f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 3 neighbouring checkpoints)",
     ),
     "shapes": (
         changed(reshaped),
         "fails",
         (
             f"{WEIGHTS}: it holds 25 tensors, 25 of them with different keys or shapes (expected "
-            "25 tensors, as in 3 checkpoints next to it)"
+            "25 tensors, as in 3 neighbouring checkpoints)"
         ),
     ),
     "groups": (
@@ -128,7 +128,7 @@ DAMAGE: dict[str, tuple[Change, str, str]] = {
         "fails",
         (
             f"{OPTIMIZER}: it holds 1 param group with 11 parameters (expected 2 param groups with "
-            "25 parameters (11, 14), as in 3 checkpoints next to it)"
+            "25 parameters (11, 14), as in 3 neighbouring checkpoints)"
         ),
     ),
 }
@@ -167,7 +167,9 @@ def test_another_content_between_two_checkpoints_is_told(run: Path, name: str) -
 def test_rounded_weights_are_a_note_at_the_end_of_a_run(run: Path) -> None:
     root = run / "checkpoint-4"
     changed(rounded)(root)
-    words = f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 2 checkpoints next to it)"
+    words = (
+        f"{WEIGHTS}: it holds 25 tensors in F16 (expected F32, as in 2 neighbouring checkpoints)"
+    )
     assert told(root) == [("note", words)]
     assert check(root).status == 0
     assert latest_checkpoint(run, pattern=TRAINER) == root
@@ -332,7 +334,7 @@ def test_save_state_loads_rounded_weights_without_an_error(tmp_path: Path) -> No
     fresh = Run()
     fresh.accelerator.load_state(str(folders[1]))
     assert not all(torch.equal(value, exact[key]) for key, value in fresh.net.state_dict().items())
-    words = f"{WEIGHTS}: it holds 4 tensors in F16 (expected F32, as in 2 checkpoints next to it)"
+    words = f"{WEIGHTS}: it holds 4 tensors in F16 (expected F32, as in 2 neighbouring checkpoints)"
     assert told(folders[1]) == [("warning", words)]
     assert [told(root) for root in (folders[0], folders[2])] == [[], []]
     assert not is_refused(folders[1])

@@ -150,7 +150,7 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 _CONVERTED_WEIGHTS = (
-    "transformers saves some weights of this model in other shapes; only element counts were "
+    "transformers saves some weights of this model in different shapes; only element counts were "
     "compared"
 )
 _SKIPPED = {
@@ -159,7 +159,7 @@ _SKIPPED = {
     "split queries": _CONVERTED_WEIGHTS,
     "frozen, with split queries": _CONVERTED_WEIGHTS,
     "prefix": "the folder may not have all of its weights",
-    "adafactor": "its class may keep other shapes; only parameter counts were compared",
+    "adafactor": "its class may keep different shapes; only parameter counts were compared",
 }
 """Runs whose optimizer is not fully compared -> why."""
 

@@ -317,7 +317,7 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
     assert (warning.code, str(warning)) == (
         "incomplete-checkpoint",
         (
-            f"model.safetensors is missing: {name!r} is there, and the Trainer does not look for "
+            f"model.safetensors is missing: {name!r} exists, but the Trainer does not look for "
             "that name"
         ),
     )
@@ -350,7 +350,7 @@ def test_names_that_a_subclass_of_the_trainer_may_read_are_not_checked(
     report = check(checkpoint)
     assert report.status == 0
     assert (
-        f"weights: {names[0]!r} is there, but the Trainer does not look for that name"
+        f"weights: {names[0]!r} exists, but the Trainer does not look for that name"
         in report.not_checked
     )
     assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
@@ -378,7 +378,7 @@ def test_a_run_in_fp16_is_judged_by_the_names_of_the_trainer(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
         scaled(tmp_path / "out")._load_from_checkpoint(str(folder))
     assert [str(one) for one in check(folder).findings if one.severity.value != "note"] == [
-        "model.safetensors is missing: 'model_old.safetensors' is there, and the Trainer does not "
+        "model.safetensors is missing: 'model_old.safetensors' exists, but the Trainer does not "
         "look for that name"
     ]
 
@@ -444,8 +444,8 @@ def test_weights_alone_next_to_complete_checkpoints_are_a_warning(
     )
     assert (
         str(finding)
-        == "optimizer.pt, scheduler.pt, rng_state.pth are missing: 1 of 1 checkpoints next to it "
-        "have them"
+        == "optimizer.pt, scheduler.pt, rng_state.pth are missing: the neighbouring checkpoint "
+        "has them"
     )
     assert (
         finding.advice
@@ -540,7 +540,7 @@ def test_a_checkpoint_or_an_export_without_weights(
     warning = warning_of(root)
     assert (warning.code, str(warning)) == (
         "incomplete-checkpoint",
-        f"{name} is missing: {shown} is there, but no file with weights",
+        f"{name} is missing: {shown} exists, but no file with weights",
     )
     assert warning.advice.startswith(
         "the Trainer cannot resume without it, and no library can load the model;"
@@ -622,7 +622,7 @@ def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
         with pytest.raises(ValueError, match="adapter_config"):
             PeftModel.from_pretrained(trainer.model.base_model.model, str(lora_checkpoint))
     warning = warning_of(lora_checkpoint)
-    assert str(warning) == "adapter_config.json is missing: adapter_model.safetensors is there"
+    assert str(warning) == "adapter_config.json is missing: adapter_model.safetensors exists"
     assert warning.advice.startswith(
         "the Trainer resumes without it, but PeftModel.from_pretrained fails; copy"
     )

@@ -62,7 +62,7 @@ def test_exchanged_folders_are_not_taken_by_their_numbers(tmp_path: Path, said: 
     )
     status, out, _ = said("check", "-r", folder)
     assert status == 1
-    assert f"{words}; next: give exchanged folders their original names" in out
+    assert f"{words}; next: give swapped folders their original names" in out
     assert "the newest complete one" not in out
     with pytest.raises(UsageError, match=words) as raised:
         latest_checkpoint(folder)
@@ -184,6 +184,6 @@ def test_a_lower_number_with_newer_files_is_told(tmp_path: Path, said: Said) -> 
     status, out, _ = said("check", "-r", folder)
     assert status == 0
     assert (
-        f"resume from {folder / 'checkpoint_2'}, the newest complete one by its number (the files "
+        f"resume from {folder / 'checkpoint_2'}, the newest complete one by number (the files "
         "of checkpoint_0 are 120 minutes newer, as after a second run in this folder or a copy)"
     ) in out

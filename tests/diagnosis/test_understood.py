@@ -65,7 +65,7 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         == f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n  model      "
         "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
         "AdamW): 4 parameters\n  saved by   2 processes\nnot checked: values of tensors, "
-        "checksums of tensor records in torch zip files, whether all files are of one save, "
+        "checksums of tensor records in torch zip files, whether all files belong to one save, "
         "keys and shapes against the model of the script; "
         f"for details: ckptfix check -v {folder}"
     )
@@ -85,9 +85,9 @@ def test_verbose_lists_what_was_not_checked(
             "checks them"
         ),
         (
-            "not checked: whether all files are of one save: files do not record their save, and "
-            "most saves keep no list of them; check -r of the run compares it with its neighbours; "
-            "only digests that are sealed right after each save prove it"
+            "not checked: whether all files belong to one save: files do not record their save, "
+            "and most saves do not list their files; check -r of the run compares the checkpoint "
+            "with its neighbours; only digests that are sealed right after each save prove it"
         ),
         "not checked: keys and shapes against the model of the script; the load compares them",
     ]
@@ -478,7 +478,7 @@ def test_a_state_of_the_trainer_that_is_longer_than_its_head(tmp_path: Path) -> 
         path.write_text(json.dumps({"global_step": 2, "log_history": history}, ensure_ascii=False))
         report = check(of_trainer)
         assert (report.status, report.understood.step) == (0, 2)
-    beyond = "trainer_state.json after its first 64.0 KiB; ckptfix check --data reads it"
+    beyond = "trainer_state.json after its first 64.0 KiB; ckptfix check --data reads the rest"
     assert beyond in report.not_checked
     path.write_bytes(path.read_bytes()[:-1])
     assert check(of_trainer).status == 0

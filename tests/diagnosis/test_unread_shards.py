@@ -84,8 +84,8 @@ def test_shards_next_to_checkpoints_with_one_file(lost: Path) -> None:
     assert (report.status, finding.code) == (1, "incomplete-checkpoint")
     assert (
         str(finding)
-        == f"model.safetensors is missing: {INDEX} is there, but load_state does not read it, and "
-        "2 of 2 checkpoints next to it have one file"
+        == f"model.safetensors is missing: {INDEX} exists, but load_state does not read it, and "
+        "2 of 2 neighbouring checkpoints have one file"
     )
     assert latest_checkpoint(lost.parent) == lost.parent / "checkpoint_2"
 
@@ -96,7 +96,7 @@ def test_shards_without_a_config_in_a_folder_alone(lost: Path, tmp_path: Path) -
     (finding,) = check(alone).findings
     assert (
         str(finding)
-        == f"model.safetensors is missing: {INDEX} is there, but load_state does not read it"
+        == f"model.safetensors is missing: {INDEX} exists, but load_state does not read it"
     )
 
 

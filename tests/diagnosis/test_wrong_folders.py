@@ -238,7 +238,7 @@ def test_an_empty_folder_of_a_later_number(tmp_path: Path) -> None:
     shutil.rmtree(folders[1] / later)
     (folders[1] / later).mkdir()
     assert (
-        f"incomplete-checkpoint: {later} is missing: 2 of 2 checkpoints next to it have it"
+        f"incomplete-checkpoint: {later} is missing: 2 of 2 neighbouring checkpoints have it"
         in told(folders[1])
     )
 
@@ -252,7 +252,7 @@ def test_a_rank_that_wrote_shards_and_has_no_random_states(tmp_path: Path) -> No
     assert told(root) == [
         (
             "incomplete-checkpoint: random_states_1.pkl is missing: "
-            "pytorch_model_fsdp_0/__1_0.distcp is there"
+            "pytorch_model_fsdp_0/__1_0.distcp exists"
         )
     ]
     # On a node with a disk of its own there are neither.

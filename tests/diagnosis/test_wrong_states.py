@@ -853,7 +853,7 @@ def test_a_cut_state_is_passed_over(name: str, tmp_path: Path) -> None:
     os.truncate(newest / name, (newest / name).stat().st_size // 2)
     assert loads(newest) != "right"
     with pytest.warns(
-        UserWarning, match=rf"took checkpoint_0 and passed over checkpoint_1: {name}: "
+        UserWarning, match=rf"chose checkpoint_0 and passed over checkpoint_1: {name}: "
     ):
         assert latest_checkpoint(tmp_path) == older
 

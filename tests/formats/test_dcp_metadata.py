@@ -208,8 +208,8 @@ def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
         (made(length=True), "'model.w' has an invalid location: True bytes"),
         ({"model.w": 1}, "its root is not a Metadata"),
         (Metadata({"w": 3}, {}, {}), r"'w' is an int \(expected a tensor or bytes"),
-        (Metadata({}, {}, None), r"storage_data is None \(torch's own planner and writer put a dict there"),
-        (Metadata({}, {"a.w": ("a", "v")}, {}), "planner_data puts 'a.w' at 'a.v', but torch loads it by"),
+        (Metadata({}, {}, None), r"storage_data is None \(expected a dict, as torch's planner and writer write"),
+        (Metadata({}, {"a.w": ("a", "v")}, {}), "planner_data gives 'a.w' the path 'a.v', but torch loads the item by"),
         (Metadata({}, {"w": {1: 2}}, {}), "planner_data has an invalid path for 'w': a dict"),
         (Metadata({}, {"w": (1.5,)}, {}), "planner_data has an invalid path for 'w': a tuple"),
         (Metadata({}, {}, {"w": _StorageInfo("x", 0, 1)}), "storage_data maps a string to torch.distributed"),
@@ -301,16 +301,16 @@ def test_an_object_of_no_class_is_refused(code: bytes, message: str) -> None:
     ("shape", "chunks", "problem"),
     [
         ((), [((), ())], None),
-        ((), [], "1 of its 1 elements is in no chunk"),
+        ((), [], "1 of its 1 elements is not in any chunk"),
         ((), [((), ()), ((), ())], r"its chunks at \[\] \(size \[\]\) and at \[\] \(size \[\]\) overlap"),
         ((0, 3), [((0, 0), (0, 3))], None),
         ((0, 3), [], None),
         ((5,), [((0,), (3,)), ((3,), (2,)), ((5,), (0,)), ((5,), (0,))], None),
-        ((5,), [((3,), (2,))], "3 of its 5 elements are in no chunk: 0 to 3 of 5 along dimension 0"),
-        ((5, 2), [((0, 0), (1, 2)), ((3, 0), (2, 2))], "4 of its 10 elements are in no chunk: 1 to 3 of 5 along dim"),
-        ((5, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], "2 of its 10 elements are in no chunk: 4 to 5 of 5 along dim"),
+        ((5,), [((3,), (2,))], "3 of its 5 elements are not in any chunk: 0 to 3 of 5 along dimension 0"),
+        ((5, 2), [((0, 0), (1, 2)), ((3, 0), (2, 2))], "4 of its 10 elements are not in any chunk: 1 to 3 of 5 along"),
+        ((5, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], "2 of its 10 elements are not in any chunk: 4 to 5 of 5 along"),
         ((5,), [((0,), (4,)), ((3,), (2,))], r"its chunks at \[0\] \(size \[4\]\) and at \[3\] \(size \[2\]\) overlap"),
-        ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1))], "2 of its 4 elements are in no chunk$"),
+        ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1))], "2 of its 4 elements are not in any chunk$"),
         ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
     ],
 )  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_grid_covers_and_less_or_more_does_not(
     one = data.draw(st.sampled_from(chunks))
     missing = coverage_problem(tensor(shape, [box for box in chunks if box != one]))
     assert missing is not None
-    assert "in no chunk" in missing
+    assert "not in any chunk" in missing
     twice = coverage_problem(tensor(shape, [*chunks, one]))
     assert twice is not None
     assert "overlap" in twice
@@ -367,5 +367,6 @@ def test_many_overlapping_chunks_take_no_time(monkeypatch: pytest.MonkeyPatch) -
     ]
     found = coverage_problem(tensor((100, 100), [*spread]))
     assert (
-        found == "its 150 chunks were not checked for overlap: torch never lays them out this way"
+        found
+        == "its 150 chunks were not compared with each other: torch never lays them out this way"
     )

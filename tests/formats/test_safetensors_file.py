@@ -118,7 +118,7 @@ def test_every_dtype(read: Read, dtype: str) -> None:
     size = DTYPE_BITS[dtype]  # 8 elements of n bits take n bytes
     data = made({"a": entry(0, size, dtype, [2, 4])}, bytes(size))
     assert read(data).tensors[0].dtype == dict(deserialize(data))["a"]["dtype"] == dtype
-    with pytest.raises(FormatError, match="by dtype and shape"):
+    with pytest.raises(FormatError, match="by its dtype and shape"):
         read(made({"a": entry(0, size, dtype, [2, 5])}, bytes(size)))
 
 

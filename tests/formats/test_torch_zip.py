@@ -291,7 +291,7 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     packed = rezipped(
         saved({"a": 1}), add={"archive/data.pkl": bytes(1 << 22)}, method=zipfile.ZIP_DEFLATED
     )
-    with pytest.raises(FormatError, match="unpack to its 5 bytes"):
+    with pytest.raises(FormatError, match="unpack to 5 bytes"):
         parsed(tmp_path, damaged(0, 24, b"\x05\x00\x00\x00", packed))
 
 

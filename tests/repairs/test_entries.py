@@ -314,7 +314,7 @@ def test_models_n_drops_proven_copies(
         (
             (STUDENT, wrapped(STUDENT)),
             2,
-            ("2 models requested, but without duplicates 1 of 2 would remain"),
+            ("2 models requested, but only 1 of 2 would remain without duplicates"),
         ),
         (
             (STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)),

@@ -14,7 +14,7 @@ from tests.diagnosis.test_completeness import make
 
 __all__ = ["said"]
 
-FINDING = "optimizer.bin is missing: 2 of 2 checkpoints next to it have it"
+FINDING = "optimizer.bin is missing: 2 of 2 neighbouring checkpoints have it"
 
 
 @pytest.fixture

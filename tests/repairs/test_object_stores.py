@@ -629,7 +629,9 @@ def test_a_repaired_checkpoint_is_sealed_and_undone_step_by_step(
     repaired = objects(bucket)
     receipt = seal(URL, oms=True)
     assert receipt.transaction == 2
-    assert f"to undo this seal, before any earlier repair: ckptfix undo {URL}" in str(receipt)
+    assert f"to undo this seal (undo it before any earlier repair): ckptfix undo {URL}" in str(
+        receipt
+    )
     assert verify(URL).status == 0
     sealed = objects(bucket)
     assert seal(URL, oms=True).transaction is None, "nothing is new"

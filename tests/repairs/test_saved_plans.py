@@ -199,7 +199,21 @@ def test_a_folder_that_needs_another_plan_is_refused(
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
     monkeypatch.setattr("ckptfix.repairs.saved_plans._steps", lambda plan: [])
-    with pytest.raises(ChangedError, match="now needs another plan"):
+    with pytest.raises(ChangedError, match="now needs a different plan"):
+        read_plan(file).plan()
+
+
+def test_a_reason_in_the_words_of_another_release_is_no_other_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder.parent / "plan.json"
+    left = {"code": "truncated-file", "path": "model.safetensors", "reason": "old words"}
+    monkeypatch.setattr("ckptfix.repairs.saved_plans._unplanned", lambda plan: [left])
+    save_plan(plan_repair(folder), file)
+    left = {**left, "reason": "new words"}
+    assert read_plan(file).plan().steps
+    left = {**left, "path": "model_1.safetensors"}
+    with pytest.raises(ChangedError, match="now needs a different plan"):
         read_plan(file).plan()
 
 

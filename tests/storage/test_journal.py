@@ -507,7 +507,7 @@ def test_another_user_may_check_and_edit_but_not_undo(root: Path) -> None:
         (info,) = transactions(root)
         assert (info.foreign, info.problem, info.state) == (True, None, State.DONE)
         run_recovery(root)
-        with pytest.raises(JournalError, match="only the user who ran ckptfix here"):
+        with pytest.raises(JournalError, match="only the user who ran ckptfix on this folder"):
             undo_last(root)
         assert do(root, (Patch(path=P("zip"), offset=0, old=b"zip", new=b"ZIP"),)) == 2
         with pytest.raises(JournalError, match="only the user"):

@@ -22,9 +22,9 @@ def test_what_is_written_is_read() -> None:
 )
 def test_a_name_that_no_folder_can_hold_is_refused(name: str) -> None:
     begun = Begun("x", 1.0, "h", 1, {name: 3})
-    with pytest.raises(FormatError, match="record of an upload cannot be understood: a file"):
+    with pytest.raises(FormatError, match="upload record is malformed: invalid file"):
         parse_begun(begun.to_bytes())
-    with pytest.raises(FormatError, match="commit marker cannot be understood: a file"):
+    with pytest.raises(FormatError, match="commit marker is malformed: invalid file"):
         parse_commit(Commit("x", 2.0, {name: Uploaded(3, "ab")}).to_bytes())
 
 
@@ -33,7 +33,7 @@ def test_a_size_that_no_file_has_is_refused(size: Any) -> None:
     begun, commit = json.loads(BEGUN.to_bytes()), json.loads(COMMIT.to_bytes())
     begun["files"]["model.safetensors"] = size
     commit["objects"]["sub/a.bin"][0] = size
-    with pytest.raises(FormatError, match="cannot be understood"):
+    with pytest.raises(FormatError, match="is malformed"):
         parse_begun(json.dumps(begun).encode())
-    with pytest.raises(FormatError, match="cannot be understood"):
+    with pytest.raises(FormatError, match="is malformed"):
         parse_commit(json.dumps(commit).encode())

@@ -44,7 +44,7 @@ def test_a_file_that_a_later_recipe_reads_stays_as_it_is(root: Path) -> None:
     assert transactions(root)[1].watched == (P("model_1"), P("model"))
     before = snapshot(root)
     with pytest.raises(
-        ChangedError, match=rf"needs model as it is now; undo 2 first: ckptfix undo {root}$"
+        ChangedError, match=rf"needs the current model; undo 2 first: ckptfix undo {root}$"
     ):
         undo_last(root, 1)
     assert snapshot(root) == before

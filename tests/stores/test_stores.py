@@ -59,7 +59,7 @@ def test_what_is_no_store_is_refused() -> None:
         "memory://a/./b",
     ):
         with pytest.raises(
-            UsageError, match=r"a path in a store cannot contain .*; next: leave that out"
+            UsageError, match=r"a path in a store cannot contain .*; next: correct the path"
         ):
             open_store(url)  # upload and save wrote there what check then refused to read
     for url in ("memory://b/\ud800", "memory://\udc80/x", "s3://b/run/\udfff"):

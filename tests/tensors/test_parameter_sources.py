@@ -209,7 +209,7 @@ def test_a_factory_returns_a_model_and_optimizers_of_its_parameters(tmp_path: Pa
         (
             stranger,
             UsageError,
-            "an optimizer with parameters that are in none of the returned models",
+            "an optimizer with parameters that are not in any of the returned models",
         ),
         (smaller, OperationError, r"its param groups have \[6\] parameters \(expected \[2\]\)"),
     ]

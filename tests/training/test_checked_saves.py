@@ -697,8 +697,8 @@ def test_an_adapter_that_zero_3_did_not_gather(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
     assert first.startswith(
-        f"{tmp_path / 'adapter'} (step 8): {NAME}: empty tensors, as ZeRO-3 leaves them on each "
-        "rank, for 2 of 2 keys"
+        f"{tmp_path / 'adapter'} (step 8): {NAME}: empty tensors, like those that ZeRO-3 leaves "
+        "on each rank, for 2 of 2 keys"
     ), first
     assert first.count("\n") == 1
     assert second == ""

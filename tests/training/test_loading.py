@@ -325,7 +325,8 @@ def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
     (folder / "random_states_0.pkl").rename(folder / "random_states_3.pkl")
     run = fresh()
     with pytest.warns(
-        UserWarning, match=r"no random_states_0\.pkl: 1 rank saved theirs, this run has 1 rank"
+        UserWarning,
+        match=r"random_states_0\.pkl is missing: 1 rank saved random states, this run has 1 ",
     ):
         report = load_state_tolerant(run.accelerator, folder)
     assert report.of("rng")[0].status is Status.SKIPPED
@@ -396,7 +397,7 @@ def test_a_rank_without_random_states_opens_one_other_for_the_step(
     assert set(opened) - {"random_states_0.pkl"} == {"random_states_1.pkl"}
     assert run.accelerator.step == 2
     if own == "missing":
-        assert "49 ranks saved theirs, this run has 1 rank" in report.of("rng")[0].reason
+        assert "49 ranks saved random states, this run has 1 rank" in report.of("rng")[0].reason
     opened.clear()
     load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(rng="ignore", step="ignore"))  # type: ignore[arg-type]
     assert opened == []

@@ -33,7 +33,7 @@ def test_a_rank_without_a_file_keeps_its_generators_and_gets_the_step(seen: Rank
     first, second = seen["one_rank_saved"]
     assert (first["rng"], first["step"], first["warnings"]) == ("restored", 2, 0)
     assert (second["rng"], second["step"], second["warnings"]) == ("skipped", 2, 1)
-    assert "1 rank saved theirs, this run has 2 ranks" in second["reason"]
+    assert "1 rank saved random states, this run has 2 ranks" in second["reason"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_one_ranks_failure_fails_all_and_modifies_nothing(
 
 def test_ranks_that_would_load_different_things_load_nothing(seen: Ranks) -> None:
     for rank in seen["ranks_that_see_other_folders"]:
-        assert "rank 1 would load other data than rank 0" in rank["error"]
+        assert "rank 1 would load different data than rank 0" in rank["error"]
         assert rank["same"]
 
 
@@ -81,7 +81,7 @@ def test_fsdp_is_left_to_accelerate_and_said(seen: Ranks) -> None:
         assert "by accelerator.load_state (FSDP)" in rank["report"]
         assert "custom_checkpoint_0.pkl needs posix.mkdir" in rank["error"]
         assert (
-            "LoadPolicy(models='partial') is not supported with FSDP: there accelerate's own"
+            "LoadPolicy(models='partial') is not supported with FSDP, where accelerate's own"
             in rank["in_part"]
         )
 
@@ -100,7 +100,7 @@ def test_both_ranks_load_what_matches(seen: Ranks) -> None:
 
 def test_ranks_that_would_load_different_keys_load_nothing(seen: Ranks) -> None:
     for rank in seen["in_part_on_one_rank_alone"]:
-        assert "rank 1 would load other data than rank 0" in rank["error"]
+        assert "rank 1 would load different data than rank 0" in rank["error"]
         assert rank["same"]
 
 

@@ -146,10 +146,10 @@ def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) 
     error = refused(
         run,
         folder,
-        r"model\.safetensors has its position but cannot be read \(truncated",
+        r"model\.safetensors is at this position but cannot be read \(truncated",
         policy,
     )
-    assert "optimizer.bin has its position but cannot be read" in str(error)
+    assert "optimizer.bin is at this position but cannot be read" in str(error)
 
 
 def test_equal_entries_where_the_choice_matters(tmp_path: Path) -> None:

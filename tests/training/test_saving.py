@@ -811,7 +811,7 @@ def test_checkpoints_of_every_kind_of_name_are_found(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / name)
     (tmp_path / "step_11").mkdir()
     (tmp_path / "step_last").mkdir()
-    with pytest.warns(UserWarning, match="took step_10 and passed over step_11: no model weights"):
+    with pytest.warns(UserWarning, match="chose step_10 and passed over step_11: no model weights"):
         assert latest_checkpoint(tmp_path) == tmp_path / "step_10"
     assert latest_checkpoint(tmp_path, pattern="mine-{}-x") == tmp_path / "mine-12-x"
     with pytest.raises(UsageError, match=r"pattern='step_': expected .* 'step_\{\}'"):
@@ -827,7 +827,7 @@ def test_numbers_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / name)
         os.utime(tmp_path / name / "random_states_0.pkl", (1e9 - age,) * 2)
     with pytest.warns(
-        UserWarning, match=r"took epoch_1; older by the time of the save: step_100; pattern="
+        UserWarning, match=r"chose epoch_1; older by the time of the save: step_100; pattern="
     ):
         assert latest_checkpoint(tmp_path) == tmp_path / "epoch_1"
     assert latest_checkpoint(tmp_path, pattern="step_{}") == tmp_path / "step_100"
@@ -854,7 +854,7 @@ def test_folders_of_the_trainer_are_complete_by_its_own_files(tmp_path: Path) ->
     (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()
     with (tmp_path / "checkpoint-15" / "model.safetensors").open("r+b") as file:
         file.truncate(90)
-    with pytest.warns(UserWarning, match="took checkpoint-10 and passed over") as seen:
+    with pytest.warns(UserWarning, match="chose checkpoint-10 and passed over") as seen:
         assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     text = str(seen[0].message)
     assert "checkpoint-25: neither random_states_0.pkl, which" in text
@@ -915,7 +915,7 @@ def test_a_model_of_a_hook_without_its_weights_is_passed_over(
     (tmp_path / "checkpoints/checkpoint_2/unet" / weights).unlink()
     for below in ("unet", "unet_ema"):
         (tmp_path / "checkpoints/checkpoint_1" / below / weights).unlink()
-    with pytest.warns(UserWarning, match="took checkpoint_0 and passed over") as seen:
+    with pytest.warns(UserWarning, match="chose checkpoint_0 and passed over") as seen:
         assert latest_checkpoint(tmp_path).name == "checkpoint_0"
     assert f"checkpoint_2: unet/ has no weights, but its {config} is for {model}" in str(
         seen[0].message

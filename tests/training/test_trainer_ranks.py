@@ -159,7 +159,7 @@ def test_processes_resume_from_one_checkpoint(tmp_path: Path) -> None:
             (tmp_path / "checkpoint-8/rng_state_1.pth").unlink()
             shutil.rmtree(tmp_path / "checkpoint-8/.ckptfix")
         torch.distributed.barrier()
-        said = "took checkpoint-6 and passed over checkpoint-8: rng_state_1.pth is missing"
+        said = "chose checkpoint-6 and passed over checkpoint-8: rng_state_1.pth is missing"
         expected = pytest.warns(UserWarning, match=said) if rank == 0 else contextlib.nullcontext()
         with expected:
             build(tmp_path, []).train(resume_from_checkpoint=True)

@@ -75,7 +75,7 @@ def test_the_newest_complete_one_is_taken(run: Any, name: str, cut: bool) -> Non
     broken.unlink()
     if cut:
         broken.write_bytes(data[: len(data) // 2])
-    said = rf"took checkpoint-4 and passed over checkpoint-6: .*({in_words(name)})"
+    said = rf"chose checkpoint-4 and passed over checkpoint-6: .*({in_words(name)})"
     with pytest.warns(UserWarning, match=said):
         last = transformers.trainer.get_last_checkpoint(folder)
     assert last == str(folder / "checkpoint-4")
@@ -232,7 +232,7 @@ def test_what_transformers_saved_alone_is_said_not_to_go_on_with_such_data(
     shutil.copytree(stock[0] / "checkpoint-4", tmp_path / "checkpoint-4")
     trainer = build(tmp_path, [])
     trainer.train(resume_from_checkpoint=True)
-    assert "was saved by transformers alone" in caplog.text
+    assert "was saved without ckptfix: a dataset" in caplog.text
     assert losses(trainer) == stock[1], "without such data"
 
 

@@ -386,7 +386,7 @@ def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     report = compared(folder, statement)
     assert report.status == 0, "another name of bytes that are compared"
     assert (
-        "note: pytorch_model.bin: the statement lists these tensors under other keys only: "
+        "note: pytorch_model.bin: the statement lists these tensors only under other keys: "
         "'also a'" in str(report)
     )
     torch.save(
@@ -420,10 +420,7 @@ def test_a_copy_in_the_dtype_of_training_is_said_to_be_not_covered(tmp_path: Pat
     )
     assert seal(folder, oms=True).status == 0
     said = str(compared(folder, folder / TENSORS))
-    assert (
-        f"is covered by {folder / TENSORS} only in its fp32 weights, not in copies with another "
-        "dtype" in said
-    )
+    assert f"{folder / TENSORS} covers only its fp32 weights, not copies with another dtype" in said
 
 
 def test_a_lone_file_that_holds_a_whole_model_must_have_all_its_tensors(

@@ -307,20 +307,18 @@ def test_a_fine_tune_saved_over_a_download(repo: Hub, tmp_path: Path) -> None:
         os.utime(folder / name, (4e9, 4e9))
     alone = verify(folder)
     assert alone.status == 1, "all shards can be damaged, too"
-    assert "they were saved over, or all of them are damaged" in words_of(alone)
+    assert "a save overwrote them, or all of them are damaged" in words_of(alone)
     (folder / "config.json").write_text(
         json.dumps(json.loads(CONFIG) | {"transformers_version": "4.46.0"})
     )
     os.utime(folder / "config.json", (4e9, 4e9))
     report = verify(folder)
     assert report.status == 3
-    assert (
-        f"saved over the download of revision {repo.head}; next: ckptfix seal" in report.no_digest
-    )
+    assert f"config.json of revision {repo.head}; next: ckptfix seal" in report.no_digest
     assert verify(folder, data=True).status == 0
     receipt = seal(folder)
     assert receipt.written
-    assert "not compared: the weights and config.json were saved over the download" in "\n".join(
+    assert "not compared: a save overwrote the downloaded weights and config.json of" in "\n".join(
         map(str, receipt.lines())
     )
     assert verify(folder).status == 0
@@ -367,7 +365,7 @@ def test_a_model_saved_over_its_download_is_not_downloaded_again(
     report = verify(folder)
     assert report.status == 3
     configs = " and ".join(sorted({*saved.values()}))
-    assert f"the weights and {configs} were saved over the download" in report.no_digest
+    assert f"a save overwrote the downloaded weights and {configs} of " in report.no_digest
     assert "--force-download" not in words_of(report)
     for file in kept:
         flip(folder / file)

@@ -68,7 +68,7 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
     alone = verify(lone, against=one)
     assert alone.count(Kind.TENSOR)[Outcome.MATCH] == 3
     assert not alone.crossed, "one side has no second position"
-    assert f"{one / 'model_1.safetensors'}; their keys match" in " ".join(alone.not_checked)
+    assert f"{one / 'model_1.safetensors'}, because their keys match" in " ".join(alone.not_checked)
     assert not diff(lone, one).crossed
 
 

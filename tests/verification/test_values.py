@@ -221,7 +221,7 @@ def test_zeros_that_reach_over_the_start_of_a_tensor_are_found(tmp_path: Path) -
     assert set(found) == {"a.weight", "b.weight"}
     assert (
         "8.0 KiB of zeros that start and end on disk page boundaries, the first at byte "
-        f"{-piece.offset % 4096} of it" in (found["b.weight"])
+        f"{-piece.offset % 4096} of the tensor" in (found["b.weight"])
     )
 
 
@@ -354,7 +354,7 @@ def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Pa
     assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(
         ("cut.weight", "hole.weight", "flat.weight"), "zero-pages"
     )
-    assert "start inside a row and fill others" in found["cut.weight"][1]
+    assert "start inside a row and fill other rows" in found["cut.weight"][1]
     assert "fill the rest of the tensor" in found["flat.weight"][1]
 
 
@@ -370,7 +370,7 @@ def lose_tail(folder: Path, size: int, fqn: str) -> None:
     lose(piece.path, begin, piece.path.stat().st_size - begin)
 
 
-TAIL = "KiB of zeros that fill the rest of the tensor, the first at byte "
+TAIL = "KiB of zeros that fill the rest of the tensor, from byte "
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -403,7 +403,7 @@ def test_a_lost_end_that_begins_in_a_norm_is_found(tmp_path: Path) -> None:
     lose_tail(tmp_path, 1500, "a.weight")
     found = {one.fqn: one.text for one in verify(tmp_path, data=True).values}
     assert list(found) == ["a.weight"]
-    assert f"1.5 {TAIL}500 of it, and 2 tensors after it in the file are zero" in found["a.weight"]
+    assert f"1.5 {TAIL}500 on, and 2 tensors after it in the file are zero" in found["a.weight"]
 
 
 def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:

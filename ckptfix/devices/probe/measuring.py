@@ -108,8 +108,8 @@ def _access_control(devices: Mapping[int, PciDevice], root: Path) -> Iterator[st
     if bridges:
         yield (
             f"access control (ACS) on PCIe bridges {', '.join(bridges)} routes copies between "
-            "devices through the CPU. Disable ACS in the firmware, or until the next boot with "
-            "setpci on these bridges"
+            "devices through the CPU. Disable ACS in the firmware, or with setpci on "
+            "these bridges until the next boot"
         )
     elif None in answers:
         yield (
@@ -380,7 +380,7 @@ def _exercised(run: Run, found: Measurements) -> Iterator[str]:
         yield (
             f"{_pairs(finished)}: {run.plan.copies} copies each ({run.plan.name} plan), up to "
             f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations were "
-            "poisoned before, and compared by a kernel queued behind the copy and on the host"
+            "poisoned first, then compared by a kernel queued after the copy and on the host"
         )
     if found.at_once:
         yield f"{found.at_once} ordered pairs at once, {count_of(run.plan.rounds, 'round')}"
@@ -452,10 +452,10 @@ def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
             share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
             yield (
                 f"faults that hit fewer than {100 * share:.2g} % of {kind} copies: the {least} of "
-                f"each healthy pair find more frequent faults with a chance of {_CONFIDENCE:.0%}"
+                f"each healthy pair find more frequent faults with {_CONFIDENCE:.0%} probability"
             )
         else:
-            yield f"{kind} copies by some of the pairs reported as healthy"
+            yield f"{kind} copies on some of the pairs reported as healthy"
 
 
 def _pairs(pairs: Iterable[Pair]) -> str:

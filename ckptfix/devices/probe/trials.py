@@ -96,7 +96,7 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
         )
     if not seen:
         raise UnusableDevice(
-            index, f"its kernel finds two copies of the same {exact_size(size)} unequal"
+            index, f"its kernel reports two copies of the same {exact_size(size)} as unequal"
         )
 
 
@@ -155,7 +155,7 @@ class Copy(Struct, kw_only=True):
             outside = self.arrived != self.expected
             return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(outside.sum()))
         if not bool(compared(self.block, self.reference)):
-            raise UnusableDevice(destination, "its kernel finds equal bytes unequal")
+            raise UnusableDevice(destination, "its kernel reports equal bytes as unequal")
         return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)
 
 

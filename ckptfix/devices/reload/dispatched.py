@@ -347,7 +347,7 @@ def _strange(
     if not unknown:
         return ()
     text = (
-        f"{count_of(len(unknown), 'name')} of the map without effect: {list_names(unknown)}: "
+        f"{count_of(len(unknown), 'name')} in the map without effect: {list_names(unknown)}: "
         f"not in {where} ({why})"
     )
     is_transfer = any(isinstance(given[name], int) for name in unknown)
@@ -392,7 +392,7 @@ def _judged(
         )
         proofs.add(Subject.TIES, Outcome.FAILED, text)
     if ties and not broken:
-        text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of names"
+        text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of keys"
         proofs.add(Subject.TIES, Outcome.PROVEN, text)
     absent = tuple(
         sorted(place for place in places if isinstance(place, int) and place >= machine.count)

@@ -127,7 +127,7 @@ def _of_transformers(
     )
     if config.get("quantization_config") and outcome.status:
         raise Unchecked(
-            "quantized weights: without a device their layers are not built as in a load onto one"
+            "quantized weights: their layers are built differently on a device than without one"
         )
     return outcome
 
@@ -236,7 +236,7 @@ def _unknown(
     if type(model) is not named:
         yield (
             f"whether a script loads {named.__name__}, the class in architectures: an "
-            f"AutoModel takes {type(model).__name__}, based on model_type"
+            f"AutoModel loads {type(model).__name__}, based on model_type"
         )
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = [

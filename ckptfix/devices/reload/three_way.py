@@ -285,8 +285,8 @@ def _hint(built: Built, trial: Trial) -> str:
     # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's
     # next one can lie there.
     return (
-        "; accelerate can give a weight offloaded to disk the values of tied ones: use a map "
-        "without disk"
+        "; accelerate can fill a weight offloaded to disk with the values of tied weights: use a "
+        "map without disk"
     )
 
 
@@ -427,7 +427,7 @@ def _compare_direct(
 
 def _in_words(suspects: Sequence[Pair]) -> str:
     if not suspects:
-        return "no single pair reproduces it alone"
+        return "no single pair reproduces it"
     named = ", ".join(f"{source} -> {destination}" for source, destination in suspects)
     return f"wrong when only this pair copies directly: {named}"
 
@@ -506,7 +506,7 @@ def _compare_repeated(
         if not is_asked:
             text += (
                 "; do not use a map with disk for this model: with accelerate's offload it "
-                "computes other values"
+                "computes different values"
             )
         runs.proofs.add(
             Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text

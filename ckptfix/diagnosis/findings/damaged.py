@@ -123,7 +123,7 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
             return (
-                "copy the file again from where it came; if two files were exchanged, swap their "
+                "copy the file again from where it came; if two files were swapped, swap their "
                 "names; if only the suffix is wrong, rename the file"
             )
         if self.content in _READERS:

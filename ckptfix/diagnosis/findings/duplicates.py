@@ -317,8 +317,8 @@ class RelatedModels(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "two entries have the same keys, one of them behind a wrapper, but different values: an "
-        "EMA or another wrapped model, or files of two saves"
+        "two entries have the same keys, one of them with a wrapper prefix, but different values: "
+        "an EMA or another wrapped model, or files of two saves"
     )
 
     original: PurePosixPath
@@ -408,8 +408,8 @@ class ConflictingModels(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "two entries have the same keys, one of them behind a wrapper, but different values; the "
-        "manifest proves that they belong to two saves"
+        "two entries have the same keys, one of them with a wrapper prefix, but different values; "
+        "the manifest proves that they belong to two saves"
     )
 
     original: PurePosixPath
@@ -542,7 +542,7 @@ class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
         """Return which file stock ``load_state`` loads for which model."""
         noun = self.role.value.removesuffix("s")
         loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
-        return f"load_state matches by position and takes {loads}"
+        return f"load_state matches by position and loads {loads}"
 
     def __str__(self) -> str:
         return (

@@ -422,8 +422,8 @@ class UnreadTag(LostTag, frozen=True):
     def advice(self) -> str:
         """Advice to write the tag for exports, as a resume does without."""
         return (
-            "load_state does not read it, but zero_to_fp32 without a tag fails; write the name of "
-            f"a checkpoint folder, such as {self.tag}, into the file"
+            "load_state does not read this file, but zero_to_fp32 without a tag fails; write the "
+            f"name of a checkpoint folder, such as {self.tag}, into the file"
         )
 
 
@@ -540,8 +540,8 @@ class MissingRank(Finding, frozen=True, kw_only=True):
         folder is not shared.
         """
         if self.ranks > 1:
-            return "copy the files of these ranks from the nodes that they ran on into this folder"
-        return "copy the files of that rank from the node that it ran on into this folder"
+            return "copy the files of these ranks from their nodes into this folder"
+        return "copy the files of this rank from its node into this folder"
 
 
 class IncompleteTensor(Finding, frozen=True, kw_only=True):
@@ -570,7 +570,7 @@ class IncompleteTensor(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use an older checkpoint: the missing part is in no chunk."""
         if "overlap" in self.detail:
-            return "a load may take either of the overlapping values; use an older checkpoint"
+            return "a load may use either of the overlapping values; use an older checkpoint"
         return "a load leaves the old memory contents in the missing part; use an older checkpoint"
 
 
@@ -600,6 +600,6 @@ class FlatParameters(Finding, frozen=True, kw_only=True):
         """
         return (
             "ckptfix cannot rename these keys: no file records which parameters a flat one "
-            "contains. Load it with the same wrapping and number of processes, and save it again "
-            "with SHARDED_STATE_DICT"
+            "contains. Load the checkpoint with the same wrapping and number of processes, and "
+            "save it again with SHARDED_STATE_DICT"
         )

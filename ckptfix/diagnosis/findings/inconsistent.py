@@ -80,8 +80,8 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
         if self.unordered and not (self.repeated or self.strangers):
             return (
                 "torch does not save optimizers like this. A load assigns moments by position: "
-                "those of the first number go to the first parameter of the group. Copy the file "
-                "again from where it came, or resume from an older checkpoint. If a script "
+                "the moments of the first number go to the first parameter of the group. Copy the "
+                "file again from where it came, or resume from an older checkpoint. If a script "
                 "reordered the numbers for another model, ignore this"
             )
         is_shifted = self.shared or self.repeated
@@ -606,7 +606,7 @@ class EmptyOptimizer(MissingMoments, frozen=True, kw_only=True):
         """Advice to use another file, and the explanations of a script."""
         return (
             "the load succeeds, but the moments start at zero: resume from another checkpoint. "
-            "If the optimizer has made no step yet (fp16 may have skipped all of them), ignore "
+            "If the optimizer has not taken a step yet (fp16 may have skipped all of them), ignore "
             "this"
         )
 

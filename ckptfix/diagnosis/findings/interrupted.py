@@ -227,7 +227,7 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
         if self.leftover:
             return (
                 "copy the complete checkpoint again, or use an older one; delete this file once "
-                "everything is there"
+                "the checkpoint is complete"
             )
         if self.over_another:
             return (

@@ -94,7 +94,7 @@ class SeveralAdapters(DeadAdapter, frozen=True):
         """Advice to name the adapter that the file is for."""
         return (
             f"the file has the adapters {list_names(self.names)}, but PEFT loads only one per "
-            "file: ckptfix repair DIR --adapter NAME"
+            "file; to keep one: ckptfix repair DIR --adapter NAME"
         )
 
 
@@ -281,7 +281,7 @@ class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     meaning = (
         "a PEFT adapter has no tensors, empty tensors (ZeRO-3), only one of two LoRA matrices, "
         "no tensors for a module that its config lists, or tensors that its config does not "
-        "provide for: PEFT fails, or trains and runs without them. Or a diffusers LoRA has only "
+        "cover: PEFT fails, or trains and runs without them. Or a diffusers LoRA has only "
         "one of two matrices. Or the Trainer ignores an adapter and loads the weights next to it"
     )
 

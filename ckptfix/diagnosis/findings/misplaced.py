@@ -295,9 +295,9 @@ class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
     known_by: str
 
     def __str__(self) -> str:
-        reverse = f"; {self.reverse} has them" if self.reverse else ""
+        reverse = f"; {self.reverse} has those" if self.reverse else ""
         return (
-            f"{self.path}: has the learning rates of {self.like} (expected those of "
+            f"{self.path}: has the learning rates of {self.like} (expected the rates of "
             f"{self.partner}, as in {self.known_by}{reverse})"
         )
 
@@ -335,7 +335,7 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the run explains the steps."""
         explained = (
-            "the script passes the Trainer a scheduler that has already made steps"
+            "the script passes the Trainer a scheduler that has already taken steps"
             if self.moves > self.step
             else "fp16 skipped every step since then"
         )

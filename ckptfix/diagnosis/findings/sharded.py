@@ -74,9 +74,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             whose = whose if self.others else f"its {count_of(shard.tensors, 'tensor')}"
             lost += f"; {str(shard.path)!r} holds {whose}"
         elif self.renamed:
-            whose = (
-                "them" if self._is_renamed_alone else f"those of {len(self.renamed)} of the shards"
-            )
+            many = f"the tensors of {len(self.renamed)} of the shards"
+            whose = "them" if self._is_renamed_alone else many
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
         if self.packed:
             lost += f"; found compressed: {list_names(str(path) for path, _ in self.packed)}"
@@ -290,7 +289,7 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.path} is missing, but its shards exist; {loads_in_words(self.loads)} now, "
-            "which this index would change"
+            "and this index would change that"
         )
 
     @property
@@ -404,7 +403,7 @@ class ForeignIndex(Finding, frozen=True):
     def __str__(self) -> str:
         return (
             f"{self.path}: load_checkpoint_in_model treats every *.index.json as a weights "
-            "index: it refuses a folder with two, and loads nothing from this one alone"
+            "index: it refuses a folder with two, and loads nothing from one with only this index"
         )
 
     @property

@@ -40,7 +40,7 @@ class StaleSave(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
-        are, wanted = ("as in", "other") if self.is_undecided else ("of", "new")
+        are, wanted = ("as in", "different") if self.is_undecided else ("of", "new")
         return (
             f"{self.path}: {self.state} {are} {self.save} (expected {wanted} values: "
             f"{self.counter} went from {self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
@@ -51,7 +51,7 @@ class StaleSave(Finding, frozen=True, kw_only=True):
         """Advice to find out what the script saves."""
         if self.is_undecided:
             return (
-                "either this save wrote old bytes, or its bytes were copied over those of "
+                "either this save wrote old bytes, or its bytes were copied into "
                 f"{self.save}; the files do not show which. Resume from a checkpoint before "
                 f"{self.save}, and check what the script saves (an asynchronous copy that was "
                 "not awaited, another model object). If nothing was trained between the two "

@@ -95,7 +95,7 @@ class SecondFamily(StoredTwice, frozen=True, kw_only=True):
         differences = (
             (self.own, f"not in {preferred}"),
             (self.absent, f"only in {preferred}"),
-            (self.changed, "with another dtype or shape"),
+            (self.changed, "with a different dtype or shape"),
         )
         told = [
             f"{count_of(len(keys), 'key')} {what}: {list_names(keys)}"

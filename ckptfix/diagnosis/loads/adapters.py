@@ -86,8 +86,8 @@ _PROJECTION = f"{BASE[0]}.vera_A"
 
 _AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
 _OF_TWO_RUNS = (
-    "config and weights come from different runs: copy both again from one save, or correct this "
-    "setting in adapter_config.json to that of the run that trained the weights"
+    "config and weights come from different runs: copy both again from one save, or set this "
+    "in adapter_config.json as in the run that trained the weights"
 )
 
 _MAX_KEY, _MAX_PATTERNS = 300, 100
@@ -136,7 +136,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
     if lost:
         keys = f"{len(lost)} of {count_of(len(load.tensors), 'key')}"
         lacks = (
-            f"empty tensors, as ZeRO-3 leaves them on each rank, for {keys}, such as "
+            f"empty tensors, like those that ZeRO-3 leaves on each rank, for {keys}, such as "
             f"{next(iter(lost))}"
         )
         yield _empty(load, lacks, "PEFT fails with 'size mismatch'")
@@ -208,7 +208,7 @@ def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterato
         if is_taken and not any(tensor.fqn.startswith("base_model.") for tensor in file.tensors):
             yield PassedOver(
                 path=load.path,
-                lacks=f"the Trainer ignores it, because {file.path} is there",
+                lacks=f"the Trainer ignores it, because {file.path} exists",
                 effect="a resume trains a new adapter, with the optimizer state of this one",
                 remedy=(
                     f"move {file.path} to another folder; the adapter is intact, and PEFT loads it"
@@ -265,7 +265,7 @@ def _without_projection(load: Load) -> Iterator[IncompleteAdapter]:
             effect="PEFT fails with ValueError",
             remedy=(
                 "copy the adapter again from where it came; if the run saved no projections, set "
-                "save_projection to false there, and PEFT makes them from projection_prng_key"
+                "save_projection to false, and PEFT creates them from projection_prng_key"
             ),
         )
 
@@ -397,7 +397,7 @@ def _missing(
                 effect="if the base model has such modules, they keep the weights of the base",
                 remedy=(
                     "ignore this if the base model has no such modules, as when the list is for "
-                    f"several models; else {_AGAIN}"
+                    f"several models; otherwise {_AGAIN}"
                 ),
             )
     heads = _texts(load.config.get("modules_to_save"))

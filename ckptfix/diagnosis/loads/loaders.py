@@ -158,7 +158,7 @@ class Loaders:
         if refused:
             return answer._replace(refused=refused)
         if not load.is_whole:
-            return answer._replace(unchecked="not every header of its files can be read")
+            return answer._replace(unchecked="not all headers of its files can be read")
         asked = Asked(
             library=load.library,
             path=load.path.name,

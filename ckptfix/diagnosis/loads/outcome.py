@@ -75,7 +75,7 @@ class LoadOutcome(NamedTuple):
             return
         used = f"{count_of(self.tensors, 'tensor')}"
         if self.live is not None:
-            used = f"{self.live} of {used} of the adapter live"
+            used = f"{self.live} of {used} of the adapter in use"
         is_all = not self.status and self.live in (None, self.tensors)
         end = ", nothing stays random" if is_all else ""
         if self.components is not None:
@@ -100,7 +100,7 @@ class LoadOutcome(NamedTuple):
                 f"(expected {list(expected)}, found {list(shape)})"
             )
         if self.refused:
-            yield line(f"    it fails: {self.refused}")
+            yield line(f"    the load fails: {self.refused}")
         if self.status:
             library = self.library.partition(" ")[0]
             base = ", or correct base_model_name_or_path if it names a different model"

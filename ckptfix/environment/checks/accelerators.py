@@ -29,8 +29,7 @@ def torch_unusable(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "driver-unusable",
-    "torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs "
-    "when it tries",
+    "torch was built for GPUs but cannot use this machine's GPU, or crashes or hangs when it tries",
     ERROR,
 )
 def driver_unusable(facts: Facts) -> Iterator[Said]:
@@ -47,7 +46,7 @@ def driver_unusable(facts: Facts) -> Iterator[Said]:
         node_words,
     )
     fix = (
-        "run nvidia-smi (or rocm-smi); load or reinstall the driver; start a container with its "
+        "run nvidia-smi (or rocm-smi); load or reinstall the driver; in a container, pass the "
         "GPUs (--gpus all)"
     )
     if torch.problem and torch.stage not in _IMPORTING:
@@ -91,8 +90,8 @@ def no_accelerator(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "visible-devices-broken",
-    "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA ignores it and "
-    "all after it",
+    "`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA ignores that "
+    "device and all after it",
     WARNING,
 )
 def visible_broken(facts: Facts) -> Iterator[Said]:

@@ -200,7 +200,7 @@ def not_started(facts: Facts) -> Iterator[Said]:
 @topic(
     "too-few-devices",
     "the config starts more processes than there are visible devices: accelerate puts several "
-    "processes on one",
+    "processes on one device",
     WARNING,
 )
 def too_few_devices(facts: Facts) -> Iterator[Said]:

@@ -100,8 +100,8 @@ def forced(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "device-map-splits-tie",
-    "the device map puts tied weights on different devices: the forward pass fails, or they "
-    "are no longer tied",
+    "the device map puts tied weights on different devices: the forward pass fails, or the "
+    "weights are no longer tied",
     ERROR,
     WARNING,
 )
@@ -130,7 +130,7 @@ def _guessed(folder: Folder, device_map: DeviceMap) -> Iterator[Tie]:
     is_head_alone = HEAD in folder.names and not any(embeds(name) for name in folder.names)
     for name in device_map.entries if is_head_alone else ():
         if embeds(f"{name}.weight"):
-            proof = f"{name}.weight is in no file, so it is taken from {HEAD}"
+            proof = f"no file contains {name}.weight, so it is taken from {HEAD}"
             yield Tie(names=(HEAD, f"{name}.weight"), proof=proof, is_proven=False)
 
 

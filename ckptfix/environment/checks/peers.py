@@ -15,14 +15,15 @@ from ckptfix.wording import count_of
 
 _PROBE = "ckptfix doctor --peer-copies"
 _STAGE = (
-    'use ckptfix.devices.dispatch_model(..., safe_transfers="auto"), which copies such pairs '
-    "through the host"
+    'use ckptfix.devices.dispatch_model(..., safe_transfers="auto"), which copies '
+    "between such pairs through the host"
 )
 
 
 @topic(
     "pair-not-healthy",
-    "the probe saw wrong or late data or a hang between two devices, or could not prove the pair",
+    "the probe saw wrong or late data or a hang between two devices, or could not prove the pair "
+    "correct",
     ERROR,
     WARNING,
 )
@@ -74,7 +75,7 @@ def nccl_hides(facts: Facts) -> Iterator[Said]:
         what = "uses no P2P copies" if never else "uses P2P copies only between nearby GPUs"
         yield say(
             f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and "
-            "generate() still do",
+            "generate() still use them",
             severity=WARNING if facts.torch.count >= 2 else NOTE,
             evidence=(f"{setting.name}={setting.value} in {setting.source}",),
             fix=f"test whether these copies are correct: {_PROBE}; {_STAGE}",
@@ -165,7 +166,7 @@ def pair_sentence(pair: tuple[int, int], verdict: str, kind: str) -> str:
     words = {
         "wrong": f"arrive wrong ({kind})" if kind else "arrive wrong",
         "hang": "hang",
-        "inconclusive": "are not proven",
+        "inconclusive": "are not proven correct",
         "unusable": "cannot be tested",
     }
     return f"copies from device {source} to device {destination} {words.get(verdict, verdict)}"

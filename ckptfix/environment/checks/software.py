@@ -17,7 +17,7 @@ def not_installed(facts: Facts) -> Iterator[Said]:
     if "accelerate" not in facts.software.packages:
         yield say(
             "accelerate is not installed in this Python",
-            evidence=(f"{facts.software.executable} has no package of this name",),
+            evidence=(f"{facts.software.executable} has no package with this name",),
             fix=f"{shell_path(facts.software.executable)} -m pip install accelerate",
         )
 

@@ -148,14 +148,14 @@ def _ties(group: ModelFiles, names: tuple[str, ...]) -> tuple[Tie, ...]:
             found += [
                 Tie(
                     names=tuple(name[width:] for name in same),
-                    proof=f"{member.path} stores them as one storage",
+                    proof=f"{member.path} stores them in one storage",
                 )
                 for same in _shared(member.content)
             ]
     tied = {name for tie in found for name in tie.names}
     embeddings = [name for name in names if embeds(name)]
     if embeddings and HEAD not in names and HEAD not in tied and not _is_encoder(names):
-        proof = f"{HEAD} is in no file, so a model with a head takes it from the embedding"
+        proof = f"no file contains {HEAD}, so a model with a head takes it from the embedding"
         found.append(Tie(names=(*embeddings, HEAD), proof=proof, is_proven=False))
     return tuple(found)
 

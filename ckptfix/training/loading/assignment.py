@@ -248,7 +248,7 @@ def hidden_by(entries: Sequence[Entry], position: int, number: int, problems: Se
     if position == number or number >= len(entries) or not problems[number]:
         return ""
     return (
-        f"{entries[number].label} has its position but cannot be read ({problems[number]}); "
+        f"{entries[number].label} is at this position but cannot be read ({problems[number]}); "
         f"{entries[position].label} would fit but may belong to another object"
     )
 

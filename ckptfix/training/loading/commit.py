@@ -380,7 +380,7 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
     for other, _, _, theirs in everyone:
         if theirs != everyone[0][3]:
             raise LoadError(
-                f"rank {other} would load other data than rank {everyone[0][0]}: "
+                f"rank {other} would load different data than rank {everyone[0][0]}: "
                 f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same "
                 "folder?"
             )

@@ -62,9 +62,9 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     try:
         if policy.models is Requirement.PARTIAL:
             raise LoadError(
-                f"{root}: LoadPolicy(models='partial') is not supported with {kind}: there "
-                "accelerate's own load_state loads the models, all keys or none; next: call "
-                "load_checkpoint_tolerant(model, path, policy=LoadPolicy(models='partial')) "
+                f"{root}: LoadPolicy(models='partial') is not supported with {kind}, where "
+                "accelerate's own load_state loads either all keys of the models or none; next: "
+                "call load_checkpoint_tolerant(model, path, policy=LoadPolicy(models='partial')) "
                 "before accelerator.prepare(model)"
             )
         _check(draft, root)

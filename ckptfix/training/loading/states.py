@@ -413,7 +413,7 @@ def plan_random(
         draft.ignore(Part.RNG, what=f"rank {rank}")
     elif own is None:
         have = (
-            f"{count_of(len(ranks), 'rank')} saved theirs"
+            f"{count_of(len(ranks), 'rank')} saved random states"
             if ranks
             else "no rank saved random states"
         )

@@ -186,13 +186,12 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "scheduler-of-rank-0",
         lambda one: one.state in ("scheduler", "learning rate") and one.is_rank_0s,
-        "the schedulers differ between ranks, but save_state saves only that of the main process",
+        "the schedulers differ between ranks, but save_state saves only the main process's",
         "step the scheduler with a value that is the same on all ranks: "
         "accelerator.reduce(loss, 'mean')",
         is_restored=True,
         trainer_words=(
-            "the schedulers differ between ranks, but the Trainer saves only that of the "
-            "main process"
+            "the schedulers differ between ranks, but the Trainer saves only the main process's"
         ),
         trainer_change=(
             "step the scheduler with a value that is the same on all ranks, such as "
@@ -248,7 +247,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "custom-objects-of-rank-0",
         lambda one: one.state == "custom objects" and one.is_rank_0s,
-        "save_state saves the custom objects of the main process only, and every rank loads those",
+        "save_state saves only the main process's custom objects, and every rank loads them",
         "gather the state of all ranks into one object before the save",
         is_restored=True,
         trainer_words="the Trainer does not save the custom objects of its accelerator",

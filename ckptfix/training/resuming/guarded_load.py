@@ -217,7 +217,7 @@ def _undoubled(
     left = "; data loaders start over, because their current state cannot be identified"
     warn_caller(
         f"{root}: the numbered files do not match the objects of this run: objects were "
-        "prepared twice when it was saved, or a repair renamed keys. Loaded by content "
+        "prepared twice before the save, or a repair renamed keys. Loaded by content "
         f"instead: {'; '.join(elsewhere)}{left if dataloaders is Requirement.IGNORE else ''}; "
         f"next: {command('check', root)}"
     )
@@ -344,7 +344,7 @@ def _latest(
     if others := [one.path.name for one in choice.rivals if one is not best]:
         words += f"; older by the time of the save: {', '.join(others)}; pattern= selects one kind"
     if words:
-        warn_caller(f"{folder}: took {best.path.name}{words}")
+        warn_caller(f"{folder}: chose {best.path.name}{words}")
     return best.path
 
 

@@ -32,7 +32,7 @@ def positions_of(accelerator: Any) -> list[Position | str]:
     for loader in accelerator._dataloaders:
         if not is_followable(loader):
             found.append(
-                f"position not recorded: {type(loader).__name__} is iterated in its own way"
+                f"position not recorded: ckptfix cannot follow how {type(loader).__name__} iterates"
             )
             continue
         try:

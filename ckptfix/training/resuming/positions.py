@@ -260,7 +260,7 @@ class FollowedLoader:
             here.stateful = loader.state_dict()
             here.made = _made_at(loader)
         if len(self.passes) > 1:
-            here.problem = "several passes over it were under way"
+            here.problem = "several passes over this loader were in progress"
         if self.passes:
             self.passes[-1].describe(here)
         else:
@@ -360,7 +360,7 @@ class FollowedLoader:
             warn_caller(
                 f"{self.name}: {_numbers(position.yielded)} used again, although the "
                 f"checkpoint was saved after batch {position.yielded}, so this run does not "
-                "continue the saved one; help: in the first epoch after load_state, iterate "
+                "continue the saved pass; help: in the first epoch after load_state, iterate "
                 "over accelerator.resume_dataloader(loader)"
             )
         elif self.resumed is not None:
@@ -493,7 +493,7 @@ class Pass:
         warn_caller(
             f"{self.followed.name}: the script skips to batch {skipped + 1}, but the "
             f"checkpoint was saved after batch {position.yielded}, so this run does not "
-            "continue the saved one; help: iterate over "
+            "continue the saved pass; help: iterate over "
             "accelerator.resume_dataloader(loader), which skips exactly the used "
             f"batches{self._or_with_a_length()}"
         )

@@ -377,7 +377,7 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
     except FileNotFoundError:
         return _go_on_without(accelerator, folder, left)
     except (OSError, ValueError) as error:
-        return [f"{error}; next: continue as after accelerate's own load_state"]
+        return [f"{error}; next: proceed as after accelerate's own load_state"]
     return _restored(accelerator, folder, state, left)
 
 
@@ -391,7 +391,7 @@ def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]
 
 _OF_STOCK = (
     "data order and random numbers within an epoch are not restored: the checkpoint was "
-    "saved by accelerate alone, without a run state"
+    "saved without ckptfix, so it has no run state"
 )
 
 

@@ -71,9 +71,9 @@ class Workers:
         if not _has_workers(base):
             return ""
         if isinstance(base.dataset, IterableDataset):
-            return "its workers live on between passes" if base.persistent_workers else ""
+            return "its workers stay alive between passes" if base.persistent_workers else ""
         if not getattr(base, "in_order", True):
-            return "its workers hand over their batches in any order (in_order=False)"
+            return "its workers return their batches in any order (in_order=False)"
         return "the generators of its workers are not known" if self._is_unknown else ""
 
     def go_on_from(self, states: WorkerStates | None, base: Any, *, is_within: bool) -> list[str]:

@@ -214,7 +214,7 @@ def check_save(
     except _LimitReached as limit:
         with suppress(TypeError):  # no weak reference to it
             _too_long.add(subject)
-        what = f"neither this save nor later ones are checked: {limit}"
+        what = f"neither this save nor later saves are checked: {limit}"
         _say("limit", f"{name}: {what}; next: {_command('check', name)}")
     except Exception as error:
         what = f"{type(error).__name__}: {error}"

@@ -214,7 +214,7 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     ):
         if _is_first():
             _log.warning(
-                "%s was saved by transformers alone: a dataset that draws random numbers "
+                "%s was saved without ckptfix: a dataset that draws random numbers "
                 "will draw different ones",
                 checkpoint,
             )
@@ -372,7 +372,7 @@ def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
         )
     broken = [one for one in found if one.number > best.number]
     if broken and _is_first():
-        warn_caller(f"{folder}: took {best.path.name} and passed over {problems_in(broken)}")
+        warn_caller(f"{folder}: chose {best.path.name} and passed over {problems_in(broken)}")
     return best
 
 
