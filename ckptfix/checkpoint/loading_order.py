@@ -172,6 +172,19 @@ def loads(
     return Loads(taken, by_option, refused_by)
 
 
+def needs_option(files: Iterable[str], path: str) -> bool:
+    """Return whether diffusers loads an index only with ``use_safetensors=False``.
+
+    By default diffusers 0.42 looks for an index of safetensors shards alone, and for one file of
+    either format.
+    """
+    name = parse_file_name(path)
+    if name is None or name.model is None:
+        return False
+    found = loads(model_names(files), name.model, name.index)
+    return found.by_option.get("diffusers") == path and "diffusers" not in found.taken
+
+
 def first_loader(model: ModelName, position: int = 0) -> str | None:
     """Return the loader of a model that looks for most kinds of files, None for a model for which
     no loader looks.

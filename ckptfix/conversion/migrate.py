@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import FileName, is_file_of_parts, parse_file_name
 from ckptfix.checkpoint.folder_names import parse_folder_name
+from ckptfix.checkpoint.loading_order import needs_option
 from ckptfix.checkpoint.roles import Role
 from ckptfix.conversion.destination import (
     check_paths,
@@ -291,6 +292,19 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
     return tuple(words)
 
 
+def loaded_by_option(plan: MigrationPlan) -> Iterator[str]:
+    """Yield in words the new indexes that diffusers loads only with an option."""
+    for planned in plan.planned:
+        paths = [file.path for file in planned.files]
+        for path in paths:
+            near = [each.name for each in paths if each.parent == path.parent]
+            if needs_option(near, path.name):
+                yield (
+                    f"{path}: from_pretrained of diffusers loads these shards only with "
+                    "use_safetensors=False; next, for a model that loads without it: --to safetensors"
+                )
+
+
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
     """Yield in words the optimizers whose layout does not fit the loader of the new models."""
     if plan.options.strategy is not None or any(
@@ -430,7 +444,7 @@ def migrate(
             )
             make = make_plan if options.strategy is None else plan_states
             plan = make(source, path, output, options)
-            warnings = (*of_source, *unfit_optimizers(plan))
+            warnings = (*of_source, *unfit_optimizers(plan), *loaded_by_option(plan))
         ensure_apart(plan)
         plan = replace(plan, removed=files_replaced(output))
         recorded_by = source_manifest(plan)

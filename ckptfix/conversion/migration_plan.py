@@ -246,14 +246,14 @@ _SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
 """The names of the scales of quantized weights: ``weight_scale_inv``, ``input_scale``."""
 
 _MADE_PLAIN = {
-    "quantized": "call dequantize() on them",
-    "sparse": "call to_dense() on them",
-    "conjugated": "call resolve_conj().resolve_neg() on them",
-    "complex32": "convert them to complex64",
-    "float4": "view them as uint8",
-    "meta device": "load their data",
+    "quantized": "call dequantize() on such tensors",
+    "sparse": "call to_dense() on such tensors",
+    "conjugated": "call resolve_conj().resolve_neg() on such tensors",
+    "complex32": "convert such tensors to complex64",
+    "float4": "view such tensors as uint8",
+    "meta device": "load the data of such tensors",
 }
-_TO_PLAIN = "convert them to plain tensors"
+_TO_PLAIN = "convert such tensors to plain tensors"
 
 _OF_INDEXES = {"metadata", "total_size", "total_parameters"}
 """Entries that every index has or that follow from the tensors."""

@@ -1,8 +1,8 @@
 """Changes to classes and modules of other libraries at run time: rows of a table, which leave no
 trace when they are removed.
 
-A stand-in is put in place of a method or a function, and calls it. Another library may put its own
-in front later, as DeepSpeed and Unsloth do; removed below that, a stand-in only passes calls on.
+A replacement takes the place of a method or a function, and calls it. Another library may put its
+own in front later, as Unsloth does; removed below that, a replacement only passes calls on.
 Nothing heavy is imported here: a table names what it changes, and waits until the script imports
 that.
 """
@@ -23,10 +23,10 @@ _ABSENT: Any = object()
 
 
 class Patch(NamedTuple):
-    """One change. ``where``: "module:Class.method" or "module:function", imported now or later.
+    """A change. ``where``: "module:Class.method" or "module:function", imported now or later.
 
-    ``around``: takes the original, and returns what stands in for it. ``everywhere``: a function
-    that other modules import by name, so that each of them gets the stand-in. ``is_new``: a method
+    ``around``: takes the original, and returns its replacement. ``everywhere``: a function
+    that other modules import by name, so that each of them gets the replacement. ``is_new``: a method
     that the class lacks.
     """
 
@@ -56,13 +56,13 @@ class Patch(NamedTuple):
 
 
 class _Switch:
-    """Whether the stand-ins of one installation do their work."""
+    """A flag that all replacements of one installation share: off, they only pass calls on."""
 
     is_on = True
 
 
-class _StandIn(NamedTuple):
-    """A stand-in where it was put. ``original``: what it stands in for."""
+class _Replacement(NamedTuple):
+    """A replacement where it was put. ``original``: what it replaces."""
 
     owner: Any
     name: str
@@ -77,17 +77,17 @@ class Patches:
     def __init__(self, *patches: Patch) -> None:
         """Take the table; nothing is changed before ``install``."""
         self._patches = patches
-        self._stand_ins: list[_StandIn] = []
+        self._replacements: list[_Replacement] = []
         self._switch: _Switch | None = None
         self._is_watching = False
 
     @property
     def is_installed(self) -> bool:
-        """Whether the stand-ins do their work."""
+        """True between ``install`` and ``remove``."""
         return self._switch is not None
 
     def install(self) -> None:
-        """Put the stand-ins in place, now or when their modules are imported. A second call changes
+        """Put the replacements in place, now or when their modules are imported. Again, it changes
         nothing.
         """
         self._switch = self._switch or _Switch()
@@ -99,16 +99,16 @@ class Patches:
             when_imported(module, self._put_all)
 
     def remove(self) -> None:
-        """Put the originals back. Below what others put in front since, a stand-in passes calls on."""
+        """Put the originals back. Below those of others, a replacement passes calls on."""
         if self._switch is not None:
             self._switch.is_on = False
         self._switch = None
-        for stand_in in reversed(self._stand_ins):
-            if vars(stand_in.owner).get(stand_in.name) is stand_in.itself:
-                _set(stand_in.owner, stand_in.name, stand_in.original)
-            if stand_in.everywhere:
-                _replace_everywhere(stand_in.itself, stand_in.original)
-        self._stand_ins.clear()
+        for replacement in reversed(self._replacements):
+            if vars(replacement.owner).get(replacement.name) is replacement.itself:
+                _set(replacement.owner, replacement.name, replacement.original)
+            if replacement.everywhere:
+                _replace_everywhere(replacement.itself, replacement.original)
+        self._replacements.clear()
 
     def put(
         self,
@@ -119,27 +119,27 @@ class Patches:
         everywhere: bool = False,
         is_outermost: bool = False,
     ) -> None:
-        """Put one stand-in in place of a method or function of ``owner`` itself, or add it.
+        """Put one replacement in place of a method or function of ``owner`` itself, or add it.
 
         ``is_outermost``: in front of what others put there since an earlier call, too.
         """
-        ours = [each for each in self._stand_ins if each.owner is owner and each.name == name]
+        ours = [each for each in self._replacements if each.owner is owner and each.name == name]
         original = vars(owner).get(name, _ABSENT)
         if ours and not (is_outermost and all(each.itself is not original for each in ours)):
             return
         switch = self._switch = self._switch or _Switch()
         guarded = around(original)
-        stand_in = guarded
+        replacement = guarded
         if original is not _ABSENT:
 
             @functools.wraps(original)
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
                 return (guarded if switch.is_on else original)(*args, **kwargs)
 
-        self._stand_ins.append(_StandIn(owner, name, original, stand_in, everywhere))
-        setattr(owner, name, stand_in)
+        self._replacements.append(_Replacement(owner, name, original, replacement, everywhere))
+        setattr(owner, name, replacement)
         if everywhere:
-            _replace_everywhere(original, stand_in)
+            _replace_everywhere(original, replacement)
 
     def _put_all(self) -> None:
         """Change what is there: transformers imports one of its modules after the other."""

@@ -94,8 +94,8 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
         )
     if (why := cut_upload(folder.root)) is not None:
         raise UsageError(
-            f"{folder.root} has no checkpoint files: {why}; next: wait until it has ended, or save "
-            "again"
+            f"{folder.root} has no checkpoint files: {why}; next: wait until the upload has ended, "
+            "or save again"
         )
     if not folder.subfolders:
         advice = _without_ending(folder)

@@ -137,7 +137,7 @@ def _prove_tensors(
         new = found.get(moved.get(component.path, component.path))
         if new is None or new.problem is not None:
             why = new.problem.message if new is not None and new.problem is not None else "missing"
-            raise OperationError(f"{component.path} after the repair: {why}")
+            raise OperationError(f"{component.path}: {why} (after the repair)")
         _prove_component(component, new, maps.get(component.path, {}), spans.get(component.path))
     expected = {moved.get(component.path, component.path) for component in before.components} - {
         path for path in dropped if path not in moved.values()
@@ -347,7 +347,7 @@ def _prove_dcp_folders(
         new = found.get(moved.get(state.path, state.path))
         if new is None or new.problem != state.problem:
             why = "missing" if new is None or new.problem is None else new.problem.message
-            raise OperationError(f"{state.path} after the repair: {why}")
+            raise OperationError(f"{state.path}: {why} (after the repair)")
         own = maps.get(state.metadata_path, {})
         allowed = {state.metadata_path} if own else set()
         if changed := sorted(str(path) for path in (written & state.files.keys()) - allowed):

@@ -694,7 +694,7 @@ def _rebuild(
         OperationError,
         FileNotFoundError,
     ) as error:  # a source is shorter than it was, or gone
-        made, why = None, str(error)
+        made, why = None, f"the files that hold its bytes cannot be read ({error})"
     if made is None or not made.same_content(note.old):
         with suppress(FileNotFoundError):
             os.unlink(part)

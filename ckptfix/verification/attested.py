@@ -256,7 +256,7 @@ class Attested(Recorded):
         files = self._evidence.files
         if files is None or files.leaves_out(name):
             return False, why
-        return True, f"{why} and is not covered by {self.source}"
+        return True, f"{why}, not covered by {self.source}"
 
 
 def _place(path: AnyPath) -> str:

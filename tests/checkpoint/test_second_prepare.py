@@ -549,7 +549,9 @@ def test_the_average_is_the_only_second_entry_of_a_corrected_script(tmp_path: Pa
     beside_its_average(tmp_path / "lone", 3, is_corrected=True)
     code, advice = verdict(lone)
     assert code == "identical-models"
-    assert "as they may differ in epoch_3, which has a different number of such models" in advice
+    assert (
+        "because they may differ in epoch_3, which has a different number of such models" in advice
+    )
 
 
 def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -> None:
@@ -567,7 +569,7 @@ def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -
     assert finding.severity is Severity.NOTE
     assert str(finding).endswith("; they differ in epoch_1")
     (folders[0] / "pytorch_model_2.bin").unlink()
-    assert "as they may differ in epoch_1" in verdict(folders[1])[1]
+    assert "because they may differ in epoch_1" in verdict(folders[1])[1]
     assert repair(folders[1]).steps == ()
 
 
@@ -586,7 +588,9 @@ def test_a_target_network_that_was_apart_before_the_average_began(tmp_path: Path
         folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
     code, advice = verdict(folders[2])
     assert code == "identical-models"
-    assert "as they may differ in epoch_1, which has a different number of such models" in advice
+    assert (
+        "because they may differ in epoch_1, which has a different number of such models" in advice
+    )
     assert repair(folders[2]).steps == ()
 
 
@@ -608,7 +612,7 @@ def test_a_copy_is_not_exonerated_by_the_duplicate_that_is_gone(tmp_path: Path) 
     assert repair(folders[1]).steps == ()
     doubts = [one.advice for one in check(folders[1]).findings if one.code == "identical-models"]
     assert len(doubts) == 2
-    assert all("as they may differ in epoch_1" in doubt for doubt in doubts)
+    assert all("because they may differ in epoch_1" in doubt for doubt in doubts)
 
 
 def test_in_a_store_the_other_checkpoints_count_too(tmp_path: Path) -> None:

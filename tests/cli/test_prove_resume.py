@@ -43,7 +43,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (
             ["--output", "taken", "--", "train.py"],
-            "taken exists, and the runs would write into it",
+            "taken already exists, and the runs would write into it",
         ),
         (
             ["--steps", "4", "--save-at", "4", "--", "train.py", "{dir}"],

@@ -330,7 +330,7 @@ def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
         "stopped halfway: 1 file; the next run continues within files that have range digests"
         in said
     )
-    assert "3 before since" in said
+    assert "3 earlier (since " in said
     assert "1 never (1 stopped halfway)" in said
     assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, (
         "300 s were needed, and not had"

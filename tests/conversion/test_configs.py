@@ -118,7 +118,7 @@ def test_codes_are_not_converted_without_their_scales(tmp_path: Path, config: ob
     if not config:
         state["l.weight_scale_inv"] = torch.rand(1)
     folder = folder_with(tmp_path, config, state)
-    with pytest.raises(OperationError, match=r"'l\.weight' is of F8_E4M3.*leave --dtype out"):
+    with pytest.raises(OperationError, match=r"'l\.weight' has dtype F8_E4M3.*leave --dtype out"):
         migrate(folder, tmp_path / "b", to="bin", dtype="bf16")
     migrate(folder, tmp_path / "b", to="safetensors")
     assert digests_at(tmp_path / "b") == digests_at(folder)

@@ -220,7 +220,11 @@ def test_a_model_in_a_folder_below_is_refused_with_its_own_command(tmp_path: Pat
     )
     (below / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     (tmp_path / "a" / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DModel"]}')
-    with pytest.raises(OperationError, match=rf"nested-prefix.*next: ckptfix repair {below}$"):
+    with pytest.raises(
+        OperationError,
+        match=rf"nested-prefix.*next: ckptfix repair {below}, or copy the error too: "
+        r"--allow-damage$",
+    ):
         migrate(tmp_path / "a", tmp_path / "b", to="bin")
     migrate(tmp_path / "a", tmp_path / "b", to="bin", keys="auto")
     assert not [

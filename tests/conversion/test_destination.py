@@ -273,7 +273,7 @@ def test_a_pipe_that_takes_the_place_meanwhile_stays(lone: Path, old: Path) -> N
             shutil.rmtree(old)
             os.mkfifo(old)
 
-    with pytest.raises(ChangedError, match="changed meanwhile"):
+    with pytest.raises(ChangedError, match="changed during the migration; nothing was written"):
         migrate(lone, old, to="safetensors", overwrite=True, progress=swap)
     assert old.is_fifo()
 
@@ -403,7 +403,7 @@ def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is
 
     monkeypatch.setattr("ckptfix.storage.staged.os.stat", stat)
     with pytest.raises(
-        OperationError, match=r"work/checkpoints, where .*/work is on another disk.*nothing was"
+        OperationError, match=r"in .*work/checkpoints, .*/work is on another disk; nothing was"
     ):
         migrate(lone, checkpoints / "x", to="safetensors")
     monkeypatch.undo()

@@ -188,8 +188,8 @@ def test_a_file_gives_a_folder_that_can_be_loaded_or_a_file(tmp_path: Path) -> N
     with pytest.raises(
         UsageError,
         match=(
-            r"ends in \.safetensors, which is not of the format 'bin'; name a file that ends in"
-            r" \.bin"
+            r"ends in \.safetensors, which does not match the format 'bin'; name a file that ends"
+            r" in \.bin"
         ),
     ):
         migrate(tmp_path / "weights.pt", tmp_path / "x.safetensors", to="bin")

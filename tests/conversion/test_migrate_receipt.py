@@ -82,7 +82,9 @@ def test_tensors_of_kinds_that_are_not_carried_are_never_dropped(
         r"a\.bin: 'q\.weight': a quantized tensor \(torch\.qint8\), which only torch can store;"
         r" next: "
     )
-    with pytest.raises(OperationError, match=words + r"load it with torch, call dequantize\(\)"):
+    with pytest.raises(
+        OperationError, match=words + r"load the file with torch, call dequantize\(\) on such "
+    ):
         migrate(
             tmp_path / "a.bin",
             tmp_path / "b.safetensors",
@@ -105,7 +107,7 @@ def test_parts_of_one_storage_are_named(tmp_path: Path) -> None:
     torch.save({"a": base[:4], "b": base[2:]}, tmp_path / "a.bin")
     receipt = migrate(tmp_path / "a.bin", tmp_path / "b.bin", to="bin")
     assert list(left_out(receipt)) == ["'a', 'b'"]
-    assert "one storage" in receipt.left_out[0].reason
+    assert "their shared storage: each tensor gets its own" in receipt.left_out[0].reason
 
 
 @pytest.mark.parametrize("to", ["safetensors", "bin", "dcp"])

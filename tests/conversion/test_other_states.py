@@ -37,9 +37,9 @@ def test_fewer_processes(tmp_path: Path) -> None:
     assert [one.what for one in receipt.left_out] == [
         "random_states_2.pkl",
         "random_states_3.pkl",
-        "accelerator.step, 3, in the random states",
+        "accelerator.step = 3 in the random states",
     ]
-    assert "at 6 after 3 steps of the optimizer; " in receipt.warnings[0]
+    assert "at step 6 after 3 optimizer steps; " in receipt.warnings[0]
     assert "by 4 so far, by 2 from now on), unless" in receipt.warnings[0]
 
 
@@ -145,7 +145,7 @@ def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None
     assert not (tmp_path / "new" / "dl_state_dict.bin").exists()
     assert [one.what.split("'")[0] for one in receipt.left_out] == [
         "dl_state_dict.bin",
-        "accelerator.step, 3, in the random states",
+        "accelerator.step = 3 in the random states",
         "random states in ",
     ]
 
@@ -307,9 +307,7 @@ def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(
     tmp_path: Path,
 ) -> None:
     (words,) = paces(tmp_path, 6, "ddp", before=2, processes=4)
-    assert words.startswith(
-        "scheduler.bin: copied unchanged, at 6 after 3 steps of the optimizer; "
-    )
+    assert words.startswith("scheduler.bin: copied unchanged, at step 6 after 3 optimizer steps; ")
     assert (
         "(by 2 so far, by 4 from now on); next, if the total batch size of a step does not "
         "change: " in words

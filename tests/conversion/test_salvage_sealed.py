@@ -129,7 +129,7 @@ def test_other_words_in_the_header_are_no_damage_to_tensors(tmp_path: Path) -> N
     receipt = salvage(folder, tmp_path / "new")
     assert receipt.status == 0
     assert [one.file for one in receipt.doubtful] == ["model.safetensors"]
-    assert "every tensor" in receipt.doubtful[0].reason
+    assert "every sealed tensor of its model matches its digest" in receipt.doubtful[0].reason
 
 
 def test_what_the_manifest_knows_of_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -196,7 +196,10 @@ def test_frozen_parameters_come_back_into_the_groups_that_deepspeed_leaves_them_
         tmp_path / "between", tmp_path / "other", to=after, state="all", model=frozen_net
     )
     (words,) = [words for words in receipt.warnings if "frozen" in words]
-    assert "1 frozen parameter, '2.weight': DeepSpeed leaves them out of its param groups" in words
+    assert (
+        "1 frozen parameter ('2.weight'): DeepSpeed leaves frozen parameters out of its param "
+        "groups; " in words
+    )
 
 
 class Scaled(torch.nn.Module):  # type: ignore[misc]
@@ -631,7 +634,7 @@ def test_a_dry_run_shows_the_optimizers(tmp_path: Path) -> None:
     )
     assert not (tmp_path / "new").exists()
     assert "  optimizer_0: 8 parameters in 2 param groups, 912 B -> optimizer.bin" in str(receipt)
-    assert "  to be loaded by 1 process of ddp" in str(receipt)
+    assert "  to be loaded by 1 process with ddp" in str(receipt)
     document = receipt.as_json()
     assert (document["state"], document["processes"], document["to"]) == ("all", 1, "ddp")
     assert document["optimizers"][0]["parameters"] == 8

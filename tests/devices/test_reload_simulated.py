@@ -346,7 +346,7 @@ def test_a_device_that_is_not_there_is_not_exercised(simulator: Simulator, folde
     report = verified(folder, device_map={**THREE, "head": 3}, require_transfer_proof=True)
     assert report.status == 1
     assert (
-        "device 3 of the map is not on this machine"
+        "this machine has no device 3, which the map uses: "
         in proofs(report, Outcome.NOT_EXERCISED)[Subject.PLACEMENT]
     )
 

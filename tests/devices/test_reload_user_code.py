@@ -55,7 +55,7 @@ def test_a_module_that_ends_the_process_is_wrong_usage(
 def test_a_forward_pass_that_ends_the_process_failed(folder: Path) -> None:
     report = verify_reload(folder, model=returning(models.Leaving()))
     assert report.status == 1
-    assert "does not run on cpu with the factory's inputs: SystemExit: 0" in text_of(
+    assert "the model fails on cpu with the factory's inputs: SystemExit: 0" in text_of(
         report, Subject.OUTPUTS, Outcome.FAILED
     )
 

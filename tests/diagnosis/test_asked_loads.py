@@ -510,6 +510,26 @@ def test_shards(make: Any, tmp_path: Path) -> None:
     assert (outcome.status, outcome.unexpected, outcome.unchecked) == (0, (), ""), outcome
 
 
+def test_shards_that_diffusers_loads_only_with_an_option(tmp_path: Path) -> None:
+    """``from_pretrained`` failed, and the answer was that nothing stays random."""
+    model = diffusers.AutoencoderKL(**OF_DIFFUSERS["AutoencoderKL"])
+    model.save_pretrained(tmp_path, max_shard_size="4KB", safe_serialization=False)
+    with pytest.raises(OSError, match=r"no file named diffusion_pytorch_model\.bin"):
+        type(model).from_pretrained(tmp_path)
+    type(model).from_pretrained(tmp_path, use_safetensors=False)
+    report = check(tmp_path, load=True)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity.value) == ("index-mismatch", "note")
+    assert "loads these shards only with use_safetensors=False" in str(finding)
+    (outcome,) = report.load
+    assert (outcome.status, outcome.missing, outcome.unexpected) == (1, (), ())
+    assert outcome.refused.startswith("without use_safetensors=False, from_pretrained finds no")
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    type(model).from_pretrained(tmp_path)
+    (outcome,) = check(tmp_path, load=True).load
+    assert outcome.status == 0
+
+
 @pytest.mark.parametrize("make", [llama, "AutoencoderKL"])
 def test_a_shard_that_the_index_does_not_list_is_not_read(make: Any, tmp_path: Path) -> None:
     """The keys of the shard stayed random, and the outcome was that nothing does."""

@@ -197,6 +197,19 @@ def test_diffusers_loads_what_its_hook_saved_below_a_folder_of_save_state(tmp_pa
     assert same_values(before, unet)
 
 
+def test_shards_that_diffusers_loads_only_with_an_option_are_named(tmp_path: Path) -> None:
+    """The receipt said "done and verified", and ``from_pretrained`` failed."""
+    tiny_unet().save_pretrained(tmp_path / "safe")
+    receipt = migrate(tmp_path / "safe", tmp_path / "bin", to="bin", max_shard_size="30KB")
+    with pytest.raises(OSError, match="no file named"):
+        unet_class().from_pretrained(tmp_path / "bin")
+    (warning,) = receipt.warnings
+    assert "diffusers loads these shards only with use_safetensors=False" in warning
+    receipt = migrate(tmp_path / "safe", tmp_path / "one", to="bin")
+    assert receipt.warnings == ()
+    unet_class().from_pretrained(tmp_path / "one")
+
+
 @pytest.mark.parametrize("most", ["10MB", "30KB"])
 def test_diffusers_loads_a_variant(tmp_path: Path, most: str) -> None:
     unet_type = unet_class()

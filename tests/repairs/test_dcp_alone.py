@@ -79,6 +79,6 @@ def test_a_folder_with_a_journal_is_neither_dropped_nor_moved(tmp_path: Path, na
     own.rename(folder / name)
     receipt = repair(folder, policy=Policy(allow=frozenset({"identical-models"})))
     assert receipt.steps == ()
-    assert any("journal of its own" in one.reason for one in receipt.unplanned)
+    assert any("has its own journal" in one.reason for one in receipt.unplanned)
     undo(folder / name)
     assert snapshot(folder / name) == before

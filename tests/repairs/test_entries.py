@@ -319,7 +319,7 @@ def test_models_n_drops_proven_copies(
         (
             (STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)),
             3,
-            "without duplicates 2 of 4 would remain",
+            "3 models requested, but only 2 of 4 would remain without duplicates",
         ),
     ],
 )

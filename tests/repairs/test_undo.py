@@ -59,7 +59,7 @@ def test_undo_refuses_a_flipped_byte(
     assert run(["undo", str(folder), *force]) == 3
     said = capsys.readouterr().err
     assert f"{folder / 'model.safetensors'}: changed since repair 1" in said
-    assert "would restore model_1.safetensors with other bytes" in said
+    assert "would restore model_1.safetensors with wrong bytes" in said
     assert f"ckptfix undo {folder}" in said
     assert contents(folder) == before
 

@@ -113,7 +113,10 @@ def test_the_room_for_the_copy_of_a_linked_file_is_asked_for_first(
     monkeypatch.setattr("ckptfix.storage.undoable.supports_reflink", lambda path: False)
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     before = snapshot(root)
-    with pytest.raises(OperationError, match="free some"):
+    with pytest.raises(
+        OperationError,
+        match=rf"the undo needs .* of free space.*free up space, then: ckptfix undo {root}",
+    ):
         undo_last(root)
     assert snapshot(root) == before
     monkeypatch.setattr(os, "statvfs", lambda path: real)

@@ -565,7 +565,7 @@ def test_one_repair_at_a_time(cloud: Cloud, store: SimulatedStore) -> None:
     other = open_simulated(cloud, URL)
 
     def race() -> None:
-        with pytest.raises(LockedError, match=r"ckptfix repair of .* has held this lock"):
+        with pytest.raises(LockedError, match=r"ckptfix repair by .* has held this lock"):
             commit(other)
 
     commit(store, verify=race)
@@ -626,7 +626,7 @@ def test_a_lock_is_named_with_its_owner_age_and_command(
     with pytest.raises(LockedError) as caught:
         commit(store)
     words = str(caught.value)
-    assert f"of {body['user']} on {body['host']} (process {body['pid']})" in words
+    assert f"repair by {body['user']} on {body['host']} (process {body['pid']})" in words
     assert "for 2 hours" in words
     assert f"ckptfix repair --break-lock {URL}" in words
     assert commit(store, break_lock=True) == 1

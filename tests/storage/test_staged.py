@@ -178,5 +178,5 @@ def test_check_names_a_staging_folder_with_the_checkpoint_that_was_to_be_replace
         (path / "x").touch()
     (finding,) = check(folder).findings
     assert "of a migrate, salvage or repair that was killed" in str(finding)
-    assert str(finding).endswith("the checkpoint that it was to replace is in it")
+    assert str(finding).endswith("it holds the checkpoint that was being replaced")
     assert "rm -r" not in finding.advice_at(str(folder))

@@ -58,7 +58,7 @@ def test_an_earlier_recipe_does_not_bind_a_later_undo(root: Path) -> None:
     do(root, (drop_double(root),))
     do(root, (Patch(path=P("model"), offset=0, old=b"old", new=b"NEW"),))
     with pytest.raises(
-        ChangedError, match=rf"changed model too; undo 2 first: ckptfix undo {root}/model$"
+        ChangedError, match=rf"also changed model; undo 2 first: ckptfix undo {root}/model$"
     ):
         undo_last(root, 1)
     undo_last(root, 2)
@@ -154,7 +154,7 @@ def test_undo_refuses_when_a_byte_changed_that_it_would_restore(
     flip(kept, MIDDLE - 100_000)
     before = snapshot(root)
     words = (
-        rf"{kept}: changed since repair 1: .* restore model_1 with other bytes.*ckptfix undo"
+        rf"{kept}: changed since repair 1: .* restore model_1 with wrong bytes.*ckptfix undo"
         rf" {root}"
     )
     with folder_lock(root), pytest.raises(ChangedError, match=words):

@@ -448,7 +448,7 @@ def test_only_what_was_uploaded_may_be_replaced(tmp_path: Path, cloud: Cloud) ->
     assert set(place.list()) == {"a", UPLOAD, COMMITTED}
     cloud.write("run/checkpoint_7/notes.txt", b"mine")
     assert changed_since(place) == ["notes.txt"]
-    with pytest.raises(UsageError, match=r"changed since: 'notes\.txt'"):
+    with pytest.raises(UsageError, match=r"changed since the upload: 'notes\.txt'"):
         objects_replaced(place, overwrite=True)
 
 
@@ -544,7 +544,8 @@ def test_an_upload_of_which_nothing_has_arrived_is_named(tmp_path: Path) -> None
     (tmp_path / UPLOAD).write_bytes(begun_now("7", {"model.safetensors": 4}).to_bytes())
     with pytest.raises(
         UsageError,
-        match=r"no file of a checkpoint: its upload .*0 of 1 file arrived.*; next: wait",
+        match=r"has no checkpoint files: .* the upload was interrupted, .*"
+        r"0 of 1 file arrived.*; next: wait until the upload has ended",
     ):
         check(tmp_path)
 

@@ -165,7 +165,7 @@ def test_a_dataloader_whose_state_is_not_there(folder: Path) -> None:
 def test_a_load_that_fails_half_way_keeps_the_step(folder: Path) -> None:
     run = sharded(1)
     (folder / "custom_checkpoint_0.pkl").unlink()
-    with pytest.raises(LoadError, match="FSDP could not load it") as caught:
+    with pytest.raises(LoadError, match="FSDP could not load this checkpoint: ") as caught:
         load(run, folder)
     assert caught.value.modified
     assert type(run.accelerator.step) is int

@@ -115,7 +115,7 @@ def test_unequal_counts_that_nothing_tells_apart_name_the_entries(tmp_path: Path
     refused(
         again,
         tmp_path / "c",
-        r"3 entries for 2 objects, .*: model\.safetensors, model_1\.safetensors,"
+        r"3 entries fit 2 objects, .*: model\.safetensors, model_1\.safetensors,"
         r" model_2\.safetensors "
         r"for models 0 \(TwoLayer\), 1 \(TwoLayer\); next: ckptfix check",
     )
@@ -135,7 +135,9 @@ def test_wrapped_names_with_other_bytes_are_no_double(tmp_path: Path) -> None:
     double = load_file(tmp_path / "c" / "model_1.safetensors")
     double["module.fc1.bias"][0] += 1
     save_file(double, tmp_path / "c" / "model_1.safetensors", metadata={"format": "pt"})
-    refused(run_of_fixture(source)[0], tmp_path / "c", "2 entries for 1 object")
+    refused(
+        run_of_fixture(source)[0], tmp_path / "c", "2 entries fit 1 object, and nothing shows which"
+    )
 
 
 def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) -> None:
@@ -157,7 +159,7 @@ def test_equal_entries_where_the_choice_matters(tmp_path: Path) -> None:
     make_run(*models, optimizer=None).accelerator.save_state(str(tmp_path / "c"))
     reset()
     three = make_run(*(seeded(TwoLayer, seed) for seed in (7, 8, 9)), optimizer=None)
-    refused(three, tmp_path / "c", "4 entries for 3 objects")
+    refused(three, tmp_path / "c", "4 entries fit 3 objects, and nothing shows which")
     reset()
     two = make_run(*(seeded(TwoLayer, seed) for seed in (7, 8)), optimizer=None)
     load_state_tolerant(two.accelerator, tmp_path / "c")

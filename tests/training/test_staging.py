@@ -480,7 +480,7 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert (
         f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
     )
-    assert "(pid 7 on gpu-17) ; it changed less than a day ago" in found[elsewhere][0][1]
+    assert "(pid 7 on gpu-17); it changed less than a day ago" in found[elsewhere][0][1]
     assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
     assert run(["check", "-r", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -573,7 +573,7 @@ def test_the_rest_of_an_interrupted_save_stays_until_the_next_one_is_complete(
         assert not failed.folder.exists()
         assert contents(folder) == NEW
     (finding,) = check(folder).findings
-    assert "files of two saves" in str(finding)
+    assert "so the checkpoint mixes two saves" in str(finding)
     assert "rm -r" not in finding.advice_at(str(folder))
     save(target, NEW)
     assert not folder.exists()

@@ -465,7 +465,7 @@ def test_a_record_that_is_none_vouches_for_nothing(repo: Hub, tmp_path: Path, ba
     flip(folder / SHARD)
     report = verify(folder)
     assert (report.status, outcomes(report, Outcome.NOT_CHECKED)) == (0, {SHARD})
-    assert f"{SHARD}: cannot be verified: its record {SHARD}.metadata " in words_of(report)
+    assert f"{SHARD}: cannot be verified: its download record {SHARD}.metadata " in words_of(report)
     assert check(folder).status == 0
 
 
@@ -583,9 +583,9 @@ def test_a_seal_says_what_is_proven(download: Download, repo: Hub) -> None:
     (folder / "notes.txt").write_text("mine")
     receipt = seal(folder)
     assert (receipt.written, receipt.proven) == (True, len(repo.tree))
-    assert (
-        f"proven by the hub's digests of revision {repo.head}: {len(repo.tree)} files"
-        in "\n".join(map(str, receipt.lines()))
+    revision = f"revision {repo.head}{'' if 'local' in folder.parts else f' of {REPO}'}"
+    assert f"proven by the hub's digests of {revision}: {len(repo.tree)} files" in "\n".join(
+        map(str, receipt.lines())
     )
     report = verify(folder)
     assert (report.status, report.hub) == (0, None)

@@ -121,4 +121,6 @@ def test_files_without_a_position_are_crossed_by_their_names(tmp_path: Path) -> 
         for file, content in zip(files, ("a", "b") if name != "other" else ("b", "c"), strict=True):
             torch.save(model(content), tmp_path / name / f"{file}.pt")
     assert not diff(tmp_path / "one", tmp_path / "other").crossed
-    assert diff(tmp_path / "one", tmp_path / "crossed").crossed.startswith("a.pt in A is b.pt in B")
+    assert diff(tmp_path / "one", tmp_path / "crossed").crossed.startswith(
+        "a.pt in A matches b.pt in B"
+    )

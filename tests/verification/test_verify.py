@@ -112,7 +112,7 @@ def test_a_zero_tail_is_named(tmp_path: Path, kind: str) -> None:
         file.write(bytes(512))
     report = verify(folder)
     assert wrong(report)[FQN] == ("zero-tail", piece.path.name)
-    assert "its last 512 are zero" in of(report.items, FQN).text
+    assert "its last 512 bytes are zero" in of(report.items, FQN).text
 
 
 def test_a_zeroed_end_of_a_file_is_named(tmp_path: Path) -> None:

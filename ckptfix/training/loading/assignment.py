@@ -442,9 +442,9 @@ def _not_here(before: Placement, entry: int | None) -> str:
     word = before.part.value
     if entry is None:
         return (
-            f"the {word} of this run are in a different order than in the folder, so its "
-            f"owner is unknown; next: prepare the {word} in the same order as the run that "
-            "saved the checkpoint"
+            f"the {word} of this run are in a different order than in the folder, so ckptfix "
+            f"cannot tell which of them it belongs to; next: prepare the {word} in the same order "
+            "as the run that saved the checkpoint"
         )
     number = before.got().get(entry)
     where = (

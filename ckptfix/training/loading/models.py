@@ -202,8 +202,8 @@ def _partial_advice(
     is_partial = draft.policy.models is Requirement.PARTIAL
     if free and not is_partial:
         return (
-            f'; next: pass policy=LoadPolicy(models="partial") to load the {max(free)} of its '
-            f"{count_of(len(target.state), 'key')} that match in name and shape"
+            '; next: pass policy=LoadPolicy(models="partial") to load the keys that match in name '
+            f"and shape ({max(free)} of {len(target.state)})"
         )
     if matching and not free:
         names = ", ".join(
