@@ -40,7 +40,7 @@ class Strategy(Enum):
 STEP = "step"
 """The state that counts the steps of a parameter."""
 
-_COUNTS = frozenset((STEP, "mu_product", "eta", "mu"))
+COUNTS = frozenset((STEP, "mu_product", "eta", "mu"))
 """States of which torch's optimizers have one number for a parameter: the step, and those of NAdam
 and ASGD.
 """
@@ -193,7 +193,7 @@ def moments_of(state: OptimizerState, shapes: Mapping[str, tuple[int, ...]]) -> 
             else:
                 found[key] = found.get(key, False) or (key != STEP and bool(shape))
     return frozenset(
-        {key for key, is_moment in found.items() if is_moment} | (unclear - found.keys() - _COUNTS)
+        {key for key, is_moment in found.items() if is_moment} | (unclear - found.keys() - COUNTS)
     )
 
 

@@ -15,7 +15,16 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, refusal, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.verification.matching import Matched, crossed, crossing, moved, pair_models
+from ckptfix.verification.matching import (
+    Matched,
+    TiedKey,
+    crossed,
+    crossing,
+    moved,
+    pair_models,
+    tied_keys,
+    ties_in_words,
+)
 from ckptfix.verification.optimizer_pairs import (
     OptimizerPair,
     Side,
@@ -33,13 +42,15 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """An item for every file and tensor of either side, the results of the first side, and what was
     left out.
 
-    ``crossed``: models in each other's place, in words, "" when none do.
+    ``crossed``: models in each other's place, in words, "" when none do. ``notes``: what counts as
+    no difference, in words.
     """
 
     items: tuple[Item, ...]
     hashed: Mapping[str | TensorLocation, Hashed]
     not_checked: tuple[str, ...]
     crossed: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class _Pair(Struct, frozen=True):
@@ -47,6 +58,16 @@ class _Pair(Struct, frozen=True):
 
     ours: Weights | None
     theirs: Weights | None
+
+    def ties(self) -> tuple[TiedKey, ...]:
+        """Return the keys that only one side has, of tensors that both sides have."""
+        ours = self.ours.named() if self.ours is not None else {}
+        theirs = self.theirs.named() if self.theirs is not None else {}
+        matched = [
+            Matched(name=name, a=name if name in ours else None, b=name if name in theirs else None)
+            for name in dict.fromkeys([*ours, *theirs])
+        ]
+        return tied_keys(matched, self.ours, self.theirs)
 
 
 def compare_with(
@@ -105,7 +126,18 @@ def compare_with(
     ):
         raise OperationError(f"{other.root}: {bad} {refusal(results[False, bad].problem)}")
     files = list(_files(contents, other, alike, results, optimizers))
-    tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
+    tensors: list[Item] = []
+    notes: list[str] = []
+    for pair in pairs:
+        ties = pair.ties()
+        names = {tie.name for tie in ties}
+        tensors += [
+            item for item in _tensors(contents, other, pair, results) if item.name not in names
+        ]
+        labels = [
+            weights.label if weights is not None else None for weights in (pair.ours, pair.theirs)
+        ]
+        notes += ties_in_words(ties, labels, str(contents.root), str(other.root))
     told = list(_told(contents, other, pairs, files, tensors, optimizers))
     told += [*unpaired, *(words for optimizer in optimizers for words in _notes(optimizer, files))]
     states = [
@@ -118,6 +150,7 @@ def compare_with(
         hashed=ours,
         not_checked=tuple(told),
         crossed=crossing(swapped, str(contents.root), str(other.root)),
+        notes=tuple(notes),
     )
 
 

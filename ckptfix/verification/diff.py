@@ -43,6 +43,8 @@ from ckptfix.verification.matching import (
     match_names,
     moved,
     pair_models,
+    tied_keys,
+    without_ties,
 )
 from ckptfix.verification.optimizer_pairs import (
     OptimizerPair,
@@ -409,7 +411,9 @@ class _Draft:
         self.a, self.b = a, b
         self.left: Mapping[str, StoredTensor] = a.named() if a else {}
         self.right: Mapping[str, StoredTensor] = b.named() if b else {}
-        self.matched, self.names = match_names(self.left, self.right)
+        matched, self.names = match_names(self.left, self.right)
+        self.ties = tied_keys(matched, a, b)
+        self.matched = without_ties(matched, self.ties)
 
     def of(self, one: Matched) -> tuple[StoredTensor | None, StoredTensor | None]:
         """Return the tensors of both sides that a matched key means."""
@@ -431,6 +435,7 @@ class _Draft:
             b=self.b.label if self.b else None,
             names=self.names,
             tensors=tuple(_finished(one, *self.of(one), pairs, tolerance) for one in self.matched),
+            ties=self.ties,
         )
 
 

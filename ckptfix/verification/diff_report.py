@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ckptfix.reports import Serialized, items
 from ckptfix.tensors.numbers import Tally, Tolerance
+from ckptfix.verification.matching import TiedKey, ties_in_words
 from ckptfix.wording import (
     Line,
     Printable,
@@ -100,16 +101,17 @@ class ModelDiff(Serialized, Struct, frozen=True, kw_only=True):
     """Comparison of one model.
 
     ``a``, ``b``: its label on each side, None where only the other side has it. ``names``: how keys
-    were matched.
+    were matched. ``ties``: keys of one side that are other keys of tensors that both sides have.
     """
 
-    json_keys: ClassVar = "index a b names tensors"
+    json_keys: ClassVar = "index a b names tensors ties?"
 
     index: int
     a: str | None
     b: str | None
     names: str
     tensors: tuple[TensorDiff, ...]
+    ties: tuple[TiedKey, ...] = ()
 
     def count(self, outcome: Outcome) -> int:
         """Return how many tensors have this outcome."""
@@ -290,6 +292,11 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     def notes(self) -> tuple[str, ...]:
         """Return what must be known to read the figures, in words."""
         tensors = list(self.tensors())
+        ties = tuple(
+            words
+            for model in self.models
+            for words in ties_in_words(model.ties, (model.a, model.b))
+        )
         # merge_and_unload() and save_pretrained() record no base and no adapter.
         if (
             self.are_pretrained
@@ -298,6 +305,7 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
             and all(tensor.outcome is Outcome.EQUAL for tensor in tensors)
         ):
             return (
+                *ties,
                 (
                     "both models have the same weights: if one was merged with an adapter or "
                     "trained further, the merge or the training changed nothing"
@@ -305,12 +313,13 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
             )
         if any(one.tally is not None and one.dtype_a != one.dtype_b for one in tensors):
             return (
+                *ties,
                 (
                     "tensors of different dtypes were compared as float64 or complex128, integers "
                     "exactly (except U64)"
                 ),
             )
-        return ()
+        return ties
 
     def lines(self, *, show_all: bool = False) -> Iterator[Line]:
         """Yield what differs in each model, the verdict, and what was not compared."""

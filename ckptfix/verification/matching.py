@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -16,7 +17,9 @@ from ckptfix.checkpoint.keys import (
     without_private_wrappers,
 )
 from ckptfix.checkpoint.rank_names import parse_rank_file_name
+from ckptfix.reports import Serialized
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.wording import list_names
 
 _SHOWN = 3
 BARE = KeyMap(remove=())
@@ -178,6 +181,77 @@ def match_names(
     if _pairs(unwrapped) > _pairs(as_they_are):
         return unwrapped, _in_words(maps)
     return as_they_are, ""
+
+
+class TiedKey(Serialized, Struct, frozen=True, kw_only=True):
+    """A key that only one side has, of a tensor that both have under ``tied_to``.
+
+    ``side``: "A" or "B", the one that has the key.
+    """
+
+    json_keys: ClassVar = "name side tied_to"
+
+    name: str
+    side: str
+    tied_to: str
+
+
+def tied_keys(
+    matched: Sequence[Matched], a: Weights | None, b: Weights | None
+) -> tuple[TiedKey, ...]:
+    """Return the keys of tied weights that only one side has, because the safetensors files of the
+    other side store one key of a tie.
+
+    Such a key does not count as a difference. ``Weights.ties`` proves it: both keys have the same
+    elements of one storage or of one place in a DCP folder, or DeepSpeed or a safetensors header
+    records the tie. Stock Accelerate records nothing. Equal bytes prove nothing. Files of other
+    formats store every key: a load fails if one is missing.
+    """
+    if a is None or b is None:
+        return ()
+    ties = []
+    for side, weights, absent in (("A", a, b), ("B", b, a)):
+        if absent.format is not Format.SAFETENSORS or not weights.ties:
+            continue
+        keys = [(pair, pair.a if side == "A" else pair.b) for pair in matched]
+        in_both: dict[str, str] = {}
+        for pair, key in keys:
+            if pair.a is not None and pair.b is not None and key is not None:
+                in_both.setdefault(weights.ties.get(key, key), pair.name)
+        for pair, key in keys:
+            if (pair.a is None or pair.b is None) and key is not None:
+                tied_to = in_both.get(weights.ties.get(key, key))
+                if tied_to is not None:
+                    ties.append(TiedKey(name=pair.name, side=side, tied_to=tied_to))
+    return tuple(ties)
+
+
+def without_ties(matched: Sequence[Matched], ties: Iterable[TiedKey]) -> tuple[Matched, ...]:
+    """Return the keys to compare: each tensor under the keys that both sides have."""
+    names = {tie.name for tie in ties}
+    return tuple(pair for pair in matched if pair.name not in names)
+
+
+def ties_in_words(
+    ties: Sequence[TiedKey], labels: Sequence[str | None], a: str = "A", b: str = "B"
+) -> Iterator[str]:
+    """Yield a sentence for each side that alone has keys of tied weights.
+
+    ``labels``: of the model on each side. ``a``, ``b``: names of the sides in messages.
+    """
+    for side, label, where in (("A", labels[0], a), ("B", labels[1], b)):
+        keys = [tie.name for tie in ties if tie.side == side]
+        partners = dict.fromkeys(tie.tied_to for tie in ties if tie.side == side)
+        if keys:
+            verb, same = (
+                ("is", "it is the same tensor as")
+                if len(keys) == 1
+                else ("are", "they are the same tensors as")
+            )
+            yield (
+                f"tied weights in {label}: {list_names(keys)} {verb} only in {where}, where {same} "
+                f"{list_names(partners)}; safetensors files store one key of a tie"
+            )
 
 
 def _matched(

@@ -26,7 +26,7 @@ from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.numbers import Tolerance, has_numbers, numbers_in
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import OptimizerState, StateValue, Strategy
+from ckptfix.tensors.optimizers import BY_TORCH, COUNTS, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_names import shape_of
 from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
 from ckptfix.tensors.stored import (
@@ -338,7 +338,9 @@ def _pair(
         for one in parameters:
             ours = states[0].get(one.a or "", {})
             theirs = states[1].get(one.b or "", {})
-            if _is_at_begin(ours, theirs, files) or _is_at_begin(theirs, ours, files):
+            if (not ours and _is_at_begin(b, theirs, files)) or (
+                not theirs and _is_at_begin(a, ours, files)
+            ):
                 begun.append(one.name)
                 ours = theirs = {}
             for key in dict.fromkeys([*ours, *theirs]):
@@ -493,16 +495,18 @@ def _are_equal(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
     return abs(a - b) <= tolerance[1] + tolerance[0] * abs(a)
 
 
-def _is_at_begin(
-    ours: Mapping[str, StateValue], theirs: Mapping[str, StateValue], files: OpenFiles
-) -> bool:
-    """Return whether a parameter has no states on one side, and those that it begins with on the
-    other.
+def _is_at_begin(state: OptimizerState, values: Mapping[str, StateValue], files: OpenFiles) -> bool:
+    """Return whether the states of a parameter are those that it begins with.
 
     FSDP and DeepSpeed save zeros for a parameter that never had a gradient, DDP nothing: a load
     gives the same.
     """
-    return not ours and bool(theirs) and all(_is_zero(value, files) for value in theirs.values())
+    # DeepSpeed flattens the parameters of a group into one, which has one step: 3.0 after three
+    # steps, for a parameter that never had a gradient, too.
+    is_flat = state.strategy not in BY_TORCH
+    moments = [value for key, value in values.items() if not (is_flat and key in COUNTS)]
+    begun = moments or list(values.values())
+    return bool(begun) and all(_is_zero(value, files) for value in begun)
 
 
 def _is_zero(value: StateValue, files: OpenFiles) -> bool:

@@ -126,6 +126,7 @@ def verify(
             raise
         shape = Structure((), (), ())  # what it lists is missing, each file is named
     downloaded, saved_over = None, ""
+    notes: tuple[str, ...] = ()
     if against is not None:
         # It compares numbers, which takes numpy.
         from ckptfix.verification.against import compare_with
@@ -140,7 +141,7 @@ def verify(
         )
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
-        crossed = comparison.crossed
+        crossed, notes = comparison.crossed, comparison.notes
     else:
         done, every = hash_recorded(
             contents, recorded, shape.records, data=data, progress=progress, executor=executor
@@ -162,6 +163,7 @@ def verify(
             told = (*told, *hub.not_checked())
         if isinstance(recorded, Attested):
             items, crossed = (*items, *recorded.added), recorded.crossed
+            notes = tuple(recorded.notes)
             told = (*told, *_own_folders(contents, evidence))
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()
@@ -185,7 +187,7 @@ def verify(
         read_values=sum(one.scan is not None for one in hashed.values()),
         statements=evidence.attestations,
         again=evidence.command(target),
-        notes=tuple(recorded.notes) if isinstance(recorded, Attested) else (),
+        notes=notes,
         hub=downloaded,
     )
     if report.is_compared or against is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from ckptfix import UsageError
 from ckptfix.cli import run
@@ -312,6 +313,85 @@ def test_moments_that_never_began(saved: Path, tmp_path: Path) -> None:
     report = diff(a, b)
     assert (report.status, len(report.optimizers[0].tensors)) == (0, 10)
     assert any("moments of '1'" in words for words in report.not_compared)
+
+
+class Scaled(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.proj(x) * self.logit_scale
+
+
+def scaled_run() -> tuple[Scaled, torch.optim.Optimizer]:
+    model = Scaled()
+    return model, torch.optim.AdamW(model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def never_began(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a DDP save for each parameter with zeros as its moments, and without its states."""
+    root = tmp_path_factory.mktemp("began")
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*scaled_run())
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(root / "saved"))
+    for number, (name, _) in enumerate(Scaled().named_parameters()):
+        for kind in ("zeros", "none"):
+            folder = shutil.copytree(root / "saved", root / f"{name}-{kind}")
+            state = torch.load(folder / "optimizer.bin", weights_only=True)
+            if kind == "none":
+                del state["state"][number]
+            else:
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state["state"][number][moment].zero_()
+            torch.save(state, folder / "optimizer.bin")
+    return root
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "proj.weight"])
+@pytest.mark.parametrize("to", ["zero1", "zero3", "universal"])
+def test_a_step_of_zero_is_not_of_one_parameter(
+    never_began: Path, tmp_path: Path, name: str, to: str
+) -> None:
+    """ZeRO counts the steps of a param group, also for a parameter that never had a gradient."""
+    none, zeros = never_began / f"{name}-none", never_began / f"{name}-zeros"
+    migrate(zeros, tmp_path / "new", to=to, state="all", processes=1, model=scaled_run)
+    for report in (diff(none, tmp_path / "new"), diff(tmp_path / "new", none)):
+        assert (report.status, report.optimizers[0].differences) == (0, ())
+        assert any(f"moments of {name!r}" in words for words in report.not_compared)
+    checked = verify(none, against=tmp_path / "new")
+    assert checked.count(Kind.VALUE)[Verdict.DIFFER] == 0
+    assert checked.count(Kind.TENSOR)[Verdict.DIFFER] == 0
+    # Moments other than zero are those of a parameter that had gradients.
+    migrate(
+        never_began / "saved",
+        tmp_path / "saved",
+        to=to,
+        state="all",
+        processes=1,
+        model=scaled_run,
+    )
+    report = diff(none, tmp_path / "saved")
+    assert report.status == 1
+    assert (name,) in [value.parameters for value in report.optimizers[0].differences]
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "proj.weight"])
+def test_a_step_of_one_parameter_is_compared(never_began: Path, tmp_path: Path, name: str) -> None:
+    """A parameter with steps had gradients, even if all of them were zero."""
+    none, zeros = never_began / f"{name}-none", never_began / f"{name}-zeros"
+    migrate(zeros, tmp_path / "new", to="fsdp", state="all", processes=1, model=scaled_run)
+    for folder in (zeros, tmp_path / "new"):
+        (optimizer,) = diff(none, folder).optimizers
+        assert ("step", None, 3.0) in [
+            (value.name, value.a, value.b) for value in optimizer.differences
+        ]
 
 
 def test_what_cannot_be_compared_is_said(saved: Path, tmp_path: Path) -> None:
