@@ -297,8 +297,8 @@ def _ensure_kind(folder: AnyPath, names: Collection[DeepSpeedName]) -> None:
     if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
             folder,
-            f"its MoE experts are in {count_of(experts, 'file')} that only their own ranks can "
-            "merge",
+            f"its MoE experts are in {count_of(experts, 'file')}, which only the ranks that saved "
+            "them can merge",
         )
     if (folder / _ON_NVME).is_dir():
         raise other_kind(

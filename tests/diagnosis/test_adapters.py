@@ -555,7 +555,10 @@ def test_long_settings_of_a_small_adapter(tmp_path: Path) -> None:
     begin = time.process_time()
     report = check(tmp_path)
     assert time.process_time() - begin < 10
-    assert any("rank_pattern of adapter_config.json" in words for words in report.not_checked)
+    assert any(
+        "because rank_pattern in adapter_config.json is too complex" in words
+        for words in report.not_checked
+    )
 
 
 def test_several_adapters_below_one_folder(tmp_path: Path) -> None:
@@ -717,24 +720,24 @@ def test_the_weights_are_in_a_folder_of_deepspeed(place: str, damage: str, tmp_p
 
 
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "a rank as text": ({"r": "4"}, "r in adapter_config.json has an unknown form"),
+    "a rank as text": ({"r": "4"}, "because r in adapter_config.json is not an integer"),
     "a rank of lists": (
         {"rank_pattern": [1, 2]},
-        "rank_pattern in adapter_config.json has an unknown form",
+        "rank_pattern in adapter_config.json is not an object",
     ),
     "a rank of a text": ({"rank_pattern": {"q_proj": "4"}}, ""),
     "a regex that is none": (
         {"rank_pattern": {"(": 4}},
-        "rank_pattern in adapter_config.json has an unknown form",
+        "rank_pattern in adapter_config.json is too complex, or not a valid pattern",
     ),
     "a regex of years": (
         {"rank_pattern": {"(.+)+x": 4}},
-        "rank_pattern in adapter_config.json has an unknown form",
+        "rank_pattern in adapter_config.json is too complex, or not a valid pattern",
     ),
     **{
         f"a regex of years, {pattern}": (
             {"rank_pattern": {pattern: 4}},
-            "rank_pattern in adapter_config.json has an unknown form",
+            "rank_pattern in adapter_config.json is too complex, or not a valid pattern",
         )
         for pattern in ("(a|a)*", "(a|a){40}", "((a|a))+", "(a|a)" * 40, "a|(a|(a|a))", "(a+)b*")
     },

@@ -111,7 +111,7 @@ UNANSWERED: dict[str, tuple[dict[str, Any], str]] = {
     "remote code": ({"auto_map": {"AutoModel": "modeling.Model"}}, "never run"),
     "another class": ({"architectures": ["pipeline"]}, "has no model class pipeline"),
     "an abstract class": ({"architectures": ["PreTrainedModel"]}, "has no model class"),
-    "no text": ({"architectures": [[1]]}, "names no class"),
+    "no text": ({"architectures": [[1]]}, "config.json names no model class (architectures)"),
     "a library that is missing": ({"quantization_config": {"quant_method": "hqq"}}, "ImportError"),
     "another file": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
 }
@@ -196,7 +196,7 @@ def test_an_attention_whose_package_is_here(
     monkeypatch.setattr(oracle, "find_spec", lambda name: name == "kernels" or None)
     outcome = llama_config(tmp_path, attn_implementation=value)
     assert outcome.status == 0
-    assert f"whether {value!r} can be loaded here" in outcome.unknown[0]
+    assert f"whether the config's attention {value!r} can be loaded here" in outcome.unknown[0]
     assert llama_config(tmp_path / "odd", attn_implementation="nosuch").status == 1
 
 
@@ -601,7 +601,10 @@ def test_one_parameter_under_two_keys(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     outcome = ask(asked(load_of(tmp_path)))
     assert outcome.status == 0
-    assert "whether lm_head.weight and model.embed_tokens.weight are equal" in outcome.unknown[0]
+    assert (
+        "whether the tied weights lm_head.weight and model.embed_tokens.weight are equal"
+        in outcome.unknown[0]
+    )
 
 
 @pytest.mark.slow

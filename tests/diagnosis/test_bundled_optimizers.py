@@ -230,7 +230,7 @@ def test_an_optimizer_of_another_model_next_to_several_models(tmp_path: Path) ->
     path = tmp_path / "gan.pt"
     assert found(path, {**models, "opt_G": states[0], "opt_D": states[1]}) == []
     assert unchecked(path) == [
-        "which model each optimizer inside 'gan.pt' trains: the file has several"
+        "which model each optimizer inside 'gan.pt' trains: the file has several models"
     ]
     assert found(path, {**models, "opt_G": states[2], "opt_D": states[1]}) == [
         "unsaved-parameters: gan.pt: opt_G: does not match the weights (expected parameters for "

@@ -310,7 +310,10 @@ def test_the_partition_of_another_rank(misplaced: dict[str, tuple[str, int]]) ->
         kind = "partition" if "optim_states" in path else "model states"
         assert (finding.code, str(finding)) == (
             "malformed-file",
-            f"{Path(path).relative_to(root)} is malformed: it holds the {kind} of rank {rank}",
+            (
+                f"{Path(path).relative_to(root)} is malformed: it holds the {kind} of rank {rank} "
+                f"(expected rank {1 - rank})"
+            ),
         )
 
 
@@ -349,7 +352,7 @@ def test_ranks_that_have_parts_of_one_parameter_alone(stage: int, tmp_path: Path
     healthy = first.read_bytes(), second.read_bytes()
     exchange(first, second)
     assert [str(finding) for finding in check(tmp_path).findings] == [
-        f"{first.name} is malformed: it holds the partition of rank 2"
+        f"{first.name} is malformed: it holds the partition of rank 2 (expected rank 1)"
     ]
     first.write_bytes(healthy[0])
     second.write_bytes(healthy[1])
@@ -359,7 +362,7 @@ def test_ranks_that_have_parts_of_one_parameter_alone(stage: int, tmp_path: Path
         with path.open("wb") as file:
             torch.save(states, file)
     assert [str(finding) for finding in check(tmp_path).findings] == [
-        f"{second.name} is malformed: it holds the partition of rank 1"
+        f"{second.name} is malformed: it holds the partition of rank 1 (expected rank 2)"
     ]
 
 
@@ -832,7 +835,9 @@ def test_a_latest_that_names_no_checkpoint(
             "incomplete-checkpoint",
             LOST_TAGS[content].format(tag=tag),
         )
-        assert finding.advice.endswith(f"such as {tag}")
+        assert finding.advice.endswith(
+            f"; write the name of a checkpoint folder, such as {tag}, into the file"
+        )
         assert report.status == 1
 
 

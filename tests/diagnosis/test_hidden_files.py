@@ -333,7 +333,7 @@ def test_weights_that_only_another_loader_finds_are_listed_as_not_checked(
     else:
         save_file(tensors, folder / name)
     assert not is_loaded(folder, "transformers", folder)
-    words = f"config.json is of transformers, which does not look for {name!r}"
+    words = f"config.json belongs to transformers, which does not look for {name!r}"
     assert any(words in sentence for sentence in check(folder).not_checked)
 
 

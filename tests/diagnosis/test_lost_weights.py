@@ -85,7 +85,7 @@ def emptied(folder: Path) -> None:
 
 
 NO_UNET = (
-    "unet/ has no weights: config.json is of UNet2DModel, which cannot be loaded (expected "
+    "unet/ has no weights: config.json describes UNet2DModel, which cannot be loaded (expected "
     + "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
 )
 

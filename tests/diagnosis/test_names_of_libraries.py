@@ -134,7 +134,7 @@ def test_the_sentence_names_the_library_and_the_advice_the_name(
     (finding,) = check(folder).findings
     assert (
         str(finding)
-        == "diffusion_pytorch_model.safetensors is missing: config.json is of diffusers, which "
+        == "diffusion_pytorch_model.safetensors is missing: config.json belongs to diffusers, which "
         "does not look for 'model.safetensors'"
     )
     assert finding.advice.startswith(

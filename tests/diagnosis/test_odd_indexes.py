@@ -661,7 +661,7 @@ def test_a_shard_under_another_name_is_named_with_the_command_that_renames_it(
     tensors = len(read(stray))
     assert (
         str(finding)
-        == f"{shard.name} is missing; {folder.index.name} promises it, with {tensors} tensors; "
+        == f"{shard.name} is missing; expected by {folder.index.name}, with {tensors} tensors; "
         f"{stray.name!r} holds its {tensors} tensors"
     )
     _, _, command = finding.advice_at(str(folder.path)).partition(": ")

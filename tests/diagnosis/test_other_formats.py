@@ -455,6 +455,6 @@ def test_under_a_loaders_name_the_advice_names_what_reads_it(
     make(tmp_path / "pytorch_model.bin")
     report = check(tmp_path)
     (finding,) = [one for one in report.findings if one.code == "not-a-tensor-file"]
-    assert f"rename it to pytorch_model{suffix}" in finding.advice
+    assert f"rename the file to pytorch_model{suffix}, and read it with" in finding.advice
     assert reader in finding.advice
     assert "salvage" not in str(report)

@@ -119,7 +119,7 @@ def test_an_incomplete_checkpoint_of_another_branch_says_nothing_of_those_below(
     optimizer.write_bytes(optimizer.read_bytes()[:100])
     assert latest_checkpoint(tmp_path / "run") == newest
     _, out, _ = said("check", "-r", tmp_path / "run")
-    assert "two runs" not in out
+    assert "different runs" not in out
     assert f"resume from {newest}" in out
 
 

@@ -86,10 +86,13 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     "manifest": (written(MANIFEST, "{"), "manifest"),
     "unfinished": (written(f"{JOURNAL}/{UNFINISHED}", "[]"), "interrupted"),
     "upload": (written(UPLOAD, "{"), "upload"),
-    "weights": (gone("model.safetensors"), "no weights"),
-    "weights and optimizer": (gone("model.safetensors", "optimizer.bin"), "no weights"),
-    "states of ranks alone": (only("random_states_0.pkl", "random_states_1.pkl"), "no weights"),
-    "states of another rank alone": (only("random_states_1.pkl"), "no weights"),
+    "weights": (gone("model.safetensors"), "no model weights"),
+    "weights and optimizer": (gone("model.safetensors", "optimizer.bin"), "no model weights"),
+    "states of ranks alone": (
+        only("random_states_0.pkl", "random_states_1.pkl"),
+        "no model weights",
+    ),
+    "states of another rank alone": (only("random_states_1.pkl"), "no model weights"),
     "states of rank 0": (gone("random_states_0.pkl"), "no random_states_0.pkl"),
     "states of all ranks": (
         gone("random_states_0.pkl", "random_states_1.pkl"),
@@ -123,8 +126,8 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
 }
 
 OF_TRAINER: dict[str, tuple[Change, str]] = {
-    "weights": (gone("model.safetensors"), "no weights"),
-    "states of ranks alone": (only("rng_state_0.pth", "rng_state_1.pth"), "no weights"),
+    "weights": (gone("model.safetensors"), "no model weights"),
+    "states of ranks alone": (only("rng_state_0.pth", "rng_state_1.pth"), "no model weights"),
     "state": (gone("trainer_state.json"), "trainer_state.json"),
     "weights alone": (only("model.safetensors"), "trainer_state.json"),
     "weights and arguments": (

@@ -78,7 +78,7 @@ def test_an_index_of_diffusers_with_shards_below_is_malformed(folder: Path) -> N
         "malformed-file",
         (
             f"diffusion_pytorch_{INDEX} is malformed: it lists 2 shards in a sub-folder "
-            "('shards'), which diffusers refuses"
+            "('shards'), which diffusers refuses to load"
         ),
     )
 

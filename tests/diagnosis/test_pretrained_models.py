@@ -445,7 +445,7 @@ def test_weights_of_modules_that_peft_adapted(name: str, tmp_path: Path) -> None
     assert load(tmp_path) == lost
     (finding,) = check(tmp_path).findings
     assert (finding.code, finding.severity.value) == ("dead-weights", "error")
-    assert f"leaves {21 if prefix else 1} of " in str(finding)
+    assert f"from_pretrained ignores {21 if prefix else 1} of " in str(finding)
     assert "expected keys like 'model.layers.1.self_attn.q_proj.weight'" in str(finding)
     assert repair(tmp_path).steps == ()
     adapted = injected(tiny("LlamaForCausalLM"))

@@ -151,7 +151,7 @@ def test_one_custom_object_under_the_name_of_another_is_a_warning(
     assert not loads_as_saved(root, first, second)
     (sentence,) = (sentence for code, severity, sentence in told(root) if severity == "warning")
     assert "it holds a custom object, saved as custom_checkpoint_" in sentence
-    assert (" exchanged with " in sentence) is is_exchanged
+    assert ("; swapped with custom_checkpoint_" in sentence) is is_exchanged
     with pytest.raises(UsageError, match="saved as custom_checkpoint_"):
         latest_checkpoint(tmp_path)
 

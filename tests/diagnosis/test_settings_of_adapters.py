@@ -61,7 +61,7 @@ OF_ANOTHER_RUN: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str,
     "no projections": (
         ("Vera", {"target_modules": ["q_proj"], "r": 4, "save_projection": False}),
         ("Vera", {"target_modules": ["q_proj"], "r": 4}),
-        "no vera_A or vera_B",
+        "no base_model.vera_A, although save_projection is on in adapter_config.json",
     ),
     "prompts as prefixes": (
         ("PromptTuning", PROMPT),

@@ -995,7 +995,7 @@ def test_the_finding_has_json_and_advice(run_of_trainer: Path) -> None:
     document = json.loads(json.dumps(finding.as_json(str(folder))))
     assert (document["save"], document["begin"], document["end"]) == ("checkpoint-2", 2, 3)
     assert finding.severity is Severity.WARNING
-    assert "resume from" in finding.advice
+    assert ". Resume from a checkpoint before checkpoint-2, and" in finding.advice
     assert ckptfix.latest_checkpoint(run_of_trainer) == run_of_trainer / "checkpoint-4"
 
 

@@ -55,7 +55,7 @@ def test_two_weights_that_differ_and_are_tied(is_said: bool, tmp_path: Path) -> 
     assert verdicts(tmp_path) == [("warning", "untied-weights")]
     (finding,) = (each for each in check(tmp_path).findings if each.code == "untied-weights")
     assert str(finding).startswith(
-        f"model.safetensors: {HEAD!r} and {EMBEDDING!r} differ, and tie_word_embeddings ties them"
+        f"model.safetensors: {HEAD!r} and {EMBEDDING!r} differ, but tie_word_embeddings ties them"
     )
     reconfigure(tmp_path, tie_word_embeddings=False)
     assert verdicts(tmp_path) == []

@@ -83,7 +83,7 @@ def change(checkpoint: Path, edit: Change) -> None:
 
 
 NO_CONTROL = (
-    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes but fails at its next "'
+    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes but fails at its next '
     "save"
 )
 NO_BATCH_SIZE = 'no "train_batch_size", so transformers 5 fails to resume'

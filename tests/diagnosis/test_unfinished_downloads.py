@@ -106,7 +106,7 @@ def test_the_download_of_a_state_was_cut_short(
         Small().accelerator.load_state(str(folder))
     shown = part.parent if program == "Safari" else part
     assert problems(folder) == [told(program, shown, folder, name)]
-    with pytest.raises(UsageError, match=r"is missing|no weights|not downloaded completely"):
+    with pytest.raises(UsageError, match=r"is missing|no model weights|not downloaded completely"):
         latest_checkpoint(folder.parent)
 
 

@@ -193,7 +193,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
         ("0000003", ""),
         ("4", "names 4 (expected the number of an existing checkpoint, such as global_step_3)"),
         ("release", "names release, which does not exist"),
-        ("", " is empty"),
+        ("", "is empty"),
         ("three", ""),
         ("²", ""),
         (None, ""),

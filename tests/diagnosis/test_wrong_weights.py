@@ -377,7 +377,7 @@ def test_no_model_is_blamed(model: str, tmp_path: Path) -> None:
 
 
 def test_keys_that_only_a_hook_takes_are_listed_as_not_checked(tmp_path: Path) -> None:
-    words = "whether the model of pytorch_model.bin takes "
+    words = "whether the model of pytorch_model.bin accepts "
     root = saved_by_accelerate(tmp_path / "hook", WithHook())
     assert refusal(root, WithHook()) == ""
     assert told(root) == []

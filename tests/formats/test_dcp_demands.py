@@ -302,7 +302,7 @@ PLACES: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a tensor for an object": (
         exchanged("step", "model.b"),
         "malformed-file",
-        "but the metadata does not list a tensor",
+        "it is an int, but the metadata lists a tensor; 1 other item too",
     ),
     "an extension": (moved("model.a", transform_descriptors=["zzz"]), "unchecked-file", "'zzz'"),
     "an extension of an object": (

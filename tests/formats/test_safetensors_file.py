@@ -138,7 +138,7 @@ _LIKE_THE_REFERENCE = {
     ),
     "-0 as a size": (
         made(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'),
-        "holds -0.0",
+        "the shape of 'a' has an invalid size: -0.0",
     ),
     "-0 in a key": (made({"layer-0": entry(0, 1)}, b"a"), ""),
     "-0 in a field": (texts(f'"x":[-0],{_PLAIN}'), ""),

@@ -273,7 +273,7 @@ def test_other_kinds_of_archive(tmp_path: Path) -> None:
     twice = io.BytesIO(data)
     with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data.pkl", b"N.")
-    with pytest.raises(FormatError, match="used before"):
+    with pytest.raises(FormatError, match="two records of the same name"):
         parsed(tmp_path, twice.getvalue())
 
 

@@ -237,8 +237,14 @@ REFUSED = [
     ("mp_rank_01_model_states.pt", "split into 2 parts for tensor parallelism"),
     ("zero_pp_rank_0_mp_rank_03_optim_states.pt", "split into 4 parts for tensor parallelism"),
     ("layer_01-model_00-model_states.pt", "split into 1 layer file for pipeline"),
-    ("layer_0_expert_3_mp_rank_00_model_states.pt", "MoE experts in 1 file"),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", "MoE experts in 1 file"),
+    (
+        "layer_0_expert_3_mp_rank_00_model_states.pt",
+        "its MoE experts are in 1 file, which only the ranks that saved them can merge",
+    ),
+    (
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "its MoE experts are in 1 file, which only the ranks that saved them can merge",
+    ),
     ("zero_pp_rank_0_mp_rank_00_model_states.pt", "the files come from two saves"),
     (
         "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",

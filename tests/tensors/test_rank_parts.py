@@ -128,15 +128,15 @@ def test_a_missing_first_rank_is_an_error(tmp_path: Path, said: Said) -> None:
     status, out, _ = said("check", folder)
     assert status == 1
     assert (
-        f"missing-rank: {first.name} is missing: 'a.w' has a gap (6 of its 12 elements are in no part"
+        f"missing-rank: {first.name} is missing: 'a.w' has a gap (6 of its 12 elements are not in any part"
         in out
     )
     assert said("migrate", folder, tmp_path / "new", "--to", "bin")[0] == 3
     assert not (tmp_path / "new").exists()
-    with pytest.raises(OperationError, match="6 of its 12 elements are in no part"):
+    with pytest.raises(OperationError, match="6 of its 12 elements are not in any part"):
         open_checkpoint(folder)
     status, out, _ = said("salvage", folder, tmp_path / "saved")
-    assert (status, "6 of its 12 elements are in no part" in out) == (1, True)
+    assert (status, "6 of its 12 elements are not in any part" in out) == (1, True)
     assert said("seal", folder)[0] == 1
 
 
@@ -148,7 +148,7 @@ def test_many_missing_ranks_are_one_error(tmp_path: Path, said: Said) -> None:
     (finding,) = check(folder).findings
     assert str(finding).startswith(
         "shard-00002-model-00001-of-00001.safetensors and 99996 more files of 99997 ranks are "
-        "missing: 'w' has a gap (99997 of its 99999 elements are in no part"
+        "missing: 'w' has a gap (99997 of its 99999 elements are not in any part"
     )
     status, out, _ = said("check", "--json", folder)
     (fields,) = json.loads(out)["checkpoints"][0]["findings"]
@@ -163,7 +163,7 @@ def test_an_overlap_next_to_a_missing_rank(tmp_path: Path) -> None:
         )
     findings = check(folder).findings
     assert [finding.code for finding in findings] == ["missing-rank", "incomplete-tensor"]
-    assert "overlap, and at least 7 of its 24 elements are in no part" in str(findings[1])
+    assert "overlap, and at least 7 of its 24 elements are not in any part" in str(findings[1])
 
 
 def test_a_missing_last_rank_is_listed_as_not_checked(tmp_path: Path) -> None:

@@ -298,6 +298,7 @@ def test_doubles_in_the_folder_do_not_shift_what_belongs_together(tmp_path: Path
     assert seen(run, 1, 1, 1) == wanted[Left]
     skipped = {component.files[0]: component.reason for component in report.with_status("skipped")}
     assert skipped["optimizer_1.bin"] == "duplicate of optimizer.bin"
+    assert all(component.is_duplicate for component in report.with_status("skipped"))
 
 
 def test_doubles_in_the_folder_are_no_other_order(tmp_path: Path) -> None:

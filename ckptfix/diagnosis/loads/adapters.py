@@ -261,11 +261,12 @@ def _without_projection(load: Load) -> Iterator[IncompleteAdapter]:
     if load.is_whole and load.config.get("save_projection", True):
         yield IncompleteAdapter(
             path=load.path,
-            lacks=f"it has no {_PROJECTION}, though save_projection is on in adapter_config.json",
+            lacks=f"no {_PROJECTION}, although save_projection is on in adapter_config.json",
             effect="PEFT fails with ValueError",
             remedy=(
                 "copy the adapter again from where it came; if the run saved no projections, set "
-                "save_projection to false, and PEFT creates them from projection_prng_key"
+                "save_projection to false in adapter_config.json, and PEFT creates them from "
+                "projection_prng_key"
             ),
         )
 
@@ -364,14 +365,6 @@ def _missing(
         yield from _rows(load)
     elif kind == "IA3":
         yield from _turned(load, parameters)
-    has_projections = any(key.endswith(("vera_A", "vera_B")) for key in keys)
-    if kind == "VERA" and load.config.get("save_projection") is True and not has_projections:
-        yield IncompleteAdapter(
-            path=load.path,
-            lacks="no vera_A or vera_B, although save_projection is true in adapter_config.json",
-            effect="PEFT fails with ValueError",
-            remedy=_OF_TWO_RUNS,
-        )
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
         wanted = {target for target in targets if len(target) <= _MAX_KEY}
@@ -614,11 +607,13 @@ def _ranks(
     is_plain = isinstance(patterns or {}, dict)
     pattern_of = _matcher(patterns or {}, len(modules)) if is_plain else None
     if type(rank) is not int or pattern_of is None:
-        what = setting if type(rank) is not int else "rank_pattern"
-        yield (
-            f"{load.path}: ranks of its tensors, because {what} in adapter_config.json has an "
-            "unknown form"
-        )
+        if type(rank) is not int:
+            reason = f"{setting} in adapter_config.json is not an integer"
+        elif not is_plain:
+            reason = "rank_pattern in adapter_config.json is not an object"
+        else:
+            reason = "rank_pattern in adapter_config.json is too complex, or not a valid pattern"
+        yield f"{load.path}: ranks of its tensors, because {reason}"
         return
     targets = frozenset(_texts(config.get("target_modules")))
     wrong: dict[str, tuple[int, int]] = {}

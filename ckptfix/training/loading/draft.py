@@ -120,10 +120,18 @@ class Draft(Struct):
         """Record an object that accelerate or a hook of the script loads, as the reason says."""
         self.others.append(_report(part, Status.RESTORED, target, what, reason))
 
-    def leave(self, part: Part, files: tuple[str, ...], reason: str) -> None:
+    def leave(
+        self, part: Part, files: tuple[str, ...], reason: str, *, is_duplicate: bool = False
+    ) -> None:
         """Record files that no object gets."""
         self.others.append(
-            ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason)
+            ComponentReport(
+                part=part,
+                status=Status.SKIPPED,
+                files=files,
+                reason=reason,
+                is_duplicate=is_duplicate,
+            )
         )
 
     def to_warn_of(self) -> tuple[ComponentReport, ...]:

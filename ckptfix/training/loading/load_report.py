@@ -138,7 +138,7 @@ class ComponentReport(_Plain, Struct, frozen=True, kw_only=True):
     ``index``: position of the object in its registry; None for a file left aside, and for parts of
     which there is one. ``what``: the class of the object, "" where there is none. ``files``: what
     was read for it, relative to the folder. ``by_position``: several objects fitted equally, so the
-    order alone decided.
+    order alone decided. ``is_duplicate``: the file was left aside because it repeats another one.
 
     Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose
     moments start empty; ``unused`` are keys, or moments, that only the file has; ``mismatched`` are
@@ -157,6 +157,7 @@ class ComponentReport(_Plain, Struct, frozen=True, kw_only=True):
     fresh: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
+    is_duplicate: bool = False
 
     @property
     def is_in_full(self) -> bool:

@@ -83,7 +83,7 @@ def plan_models(
             pairs[number], loaded[number] = position, arrives
     for double, original in settled.aside.items():
         reason = f"duplicate of {entries[original].label} (equal in every byte)"
-        draft.leave(Part.MODELS, entries[double].files, reason)
+        draft.leave(Part.MODELS, entries[double].files, reason, is_duplicate=True)
     for number in assignment.left:
         draft.leave(
             Part.MODELS,

@@ -221,7 +221,8 @@ def plan_states(
             unused=carried.unused if carried else (),
         )
     for double, original in settled.aside.items():
-        draft.leave(part, entries[double].files, f"duplicate of {entries[original].label}")
+        reason = f"duplicate of {entries[original].label}"
+        draft.leave(part, entries[double].files, reason, is_duplicate=True)
     for number in assignment.left:
         draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
     return Placement(

@@ -35,7 +35,6 @@ from ckptfix.storage.stores import is_url
 from ckptfix.training.guard import guard_of
 from ckptfix.training.loading.fetching import fetched
 from ckptfix.training.loading.load_report import (
-    ComponentReport,
     LoadPolicy,
     LoadReport,
     Requirement,
@@ -106,12 +105,8 @@ def dataloaders_requirement(accelerator: Any, root: Path) -> Requirement:
 def moved(report: LoadReport) -> list[str]:
     """Return in words what went elsewhere than its number says, and what was left out."""
     return [
-        str(one) for one in report.components if one.status is Status.ADAPTED or _is_duplicate(one)
+        str(one) for one in report.components if one.status is Status.ADAPTED or one.is_duplicate
     ]
-
-
-def _is_duplicate(component: ComponentReport) -> bool:
-    return component.status is Status.SKIPPED and " again as " in component.reason
 
 
 def _has_duplicates(
