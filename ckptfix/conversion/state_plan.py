@@ -371,15 +371,7 @@ class _Planning:
             _ensure_fit(state, tensors)
         if self._strategy is not Strategy.DDP:
             frozen = self._frozen(state, tensors)
-            lacking = state.lacking(frozen)
-            state = state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
-            if lacking and state.states:
-                self.warnings.append(
-                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
-                    f"({list_names(lacking)}): written with zeros and step 0, as torch initializes "
-                    "them at the first gradient; next, if the script freezes any of these: "
-                    "--frozen REGEX"
-                )
+            state = self._started(state, tensors, frozen)
         home = self._names.optimizer(state.index)
         try:
             new = _WRITERS[self._strategy](home, state)
@@ -392,6 +384,25 @@ class _Planning:
             files=new.files,
             data=_data(new, state),
         )
+
+    def _started(
+        self,
+        state: OptimizerState,
+        tensors: Mapping[str, StoredTensor],
+        frozen: Collection[str],
+    ) -> OptimizerState:
+        """Return an optimizer with zeros for trained parameters that have no states, and warn about
+        these.
+        """
+        lacking = state.lacking(frozen)
+        if lacking and any(state.states.values()):
+            self.warnings.append(
+                f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
+                f"({list_names(lacking)}): written with zeros and step 0, as torch initializes "
+                "them at the first gradient; next, if the script freezes any of these: "
+                "--frozen REGEX"
+            )
+        return state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
 
     def _of_deepspeed(
         self, changed: Sequence[OptimizerState], named: Sequence[OptimizerState]
@@ -425,6 +436,7 @@ class _Planning:
         listed = {name for group in state.groups for name in group.names}
         frozen = self._frozen(state, tensors)
         state = self._without_untrained_groups(state, frozen)
+        state = self._with_idle_groups_started(state, tensors, frozen)
         buffers = (
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed
             if known
@@ -487,6 +499,21 @@ class _Planning:
         )
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
 
+    def _with_idle_groups_started(
+        self,
+        state: OptimizerState,
+        tensors: Mapping[str, StoredTensor],
+        frozen: Collection[str],
+    ) -> OptimizerState:
+        """Return an optimizer with zeros for param groups in which no parameter has states.
+
+        DeepSpeed gives moments to every param group. In a group with some states, the parameters
+        without any share the step of the others, so ``zero_files`` fills those in.
+        """
+        idle = tuple(group for group in state.groups if not any(map(state.states.get, group.names)))
+        started = self._started(replace(state, groups=idle), tensors, frozen)
+        return replace(started, groups=state.groups)
+
     def _told_frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
         """Return the parameters of an optimizer that ``--frozen`` matches."""
         pattern = frozen_pattern(self._options.frozen)
@@ -540,7 +567,8 @@ def _as_kept(
     """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all
     in fp32.
     """
-    moments = moments_of(state, {name: tensor.shape for name, tensor in tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    moments = moments_of(state, shapes)
 
     def in_fp32(value: StateValue, key: str) -> StateValue:
         return _in_fp32(value) if isinstance(value, StoredTensor) and key in moments else value
@@ -552,9 +580,7 @@ def _as_kept(
     states: dict[str, Mapping[str, StateValue]] = {}
     for group in groups:
         shared = next((state.states[name] for name in group.names if state.states.get(name)), {})
-        own = replace(state, groups=(group,)).started(
-            {name: tensors[name].shape for name in group.names}
-        )
+        own = replace(state, groups=(group,)).started(shapes)
         for name in group.names:
             found = own.states.get(name, {})
             if not state.states.get(name) and STEP in shared:
