@@ -450,7 +450,8 @@ class _Planning:
         )
         listed = {name for group in state.groups for name in group.names}
         frozen = self._frozen(state, tensors)
-        state, left_out = without_untrained_groups(state, frozen)
+        rates = last_rates(self._source.root, state, self._names.scheduler(state.index))
+        state, left_out = without_untrained_groups(state, frozen, rates)
         self.warnings += left_out
         state = self._with_idle_groups_started(state, tensors, frozen)
         buffers = (

@@ -11,17 +11,19 @@ from msgspec.structs import replace
 
 from ckptfix.tensors.optimizers import OptimizerState, ParamGroup
 from ckptfix.tensors.parameter_names import RunGroup
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 _RATE, _FIRST_RATE = "lr", "initial_lr"
 _NAMES = "param_names"
 
 
 def without_untrained_groups(
-    state: OptimizerState, frozen: Collection[str]
+    state: OptimizerState, frozen: Collection[str], rates: Sequence[float]
 ) -> tuple[OptimizerState, tuple[str, ...]]:
     """Return an optimizer with the param groups that DeepSpeed has, those with a trained parameter,
     and warnings about the others.
+
+    ``rates``: the learning rate that a scheduler last gave to each group, empty where none did.
     """
     kept = tuple(group for group in state.groups if set(group.names).difference(frozen))
     empty = [str(number) for number, group in enumerate(state.groups) if group not in kept]
@@ -32,6 +34,12 @@ def without_untrained_groups(
         f"{', '.join(empty)}; ZeRO-3 leaves them out too, and ZeRO-1 and ZeRO-2 do not start "
         "with them; next: remove them from the script"
     )
+    # Older versions of torch give the first rates to the groups that remain, without an error.
+    if len(rates) == len(state.groups):
+        words += (
+            ", and start its scheduler anew at this step: the saved one has learning rates for "
+            f"{count_of(len(rates), 'param group')}"
+        )
     return replace(state, groups=kept), (words,)
 
 

@@ -136,7 +136,9 @@ def test_it_gets_the_learning_rate_of_the_scheduler(
     """OneCycleLR reads the hyperparameters that it added to the groups, also of a frozen one."""
     expected = saved(tmp_path / "source", frozen_group(), schedule)
     options: Any = {"state": "all", "model": frozen_group, "processes": 1}
-    ckptfix.migrate(tmp_path / "source", tmp_path / "between", to="zero2", **options)
+    there = ckptfix.migrate(tmp_path / "source", tmp_path / "between", to="zero2", **options)
+    (words,) = [one for one in there.warnings if "are left out: 0" in one]
+    assert "the saved one has learning rates for 3 param groups" in words
     receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", **options)
     group = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)["param_groups"][0]
     original = expected["param_groups"][0]
