@@ -215,6 +215,19 @@ def _has_scheduler(state: OptimizerState) -> bool:
     return state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER) is not None
 
 
+def last_rates(root: AnyPath, state: OptimizerState, scheduler: str) -> Sequence[float]:
+    """Return the learning rate that a scheduler last gave to each param group, nothing where no
+    file has them. ``scheduler``: the name of its file.
+    """
+    held = _plain_values(root / scheduler)[0]
+    if held is None:
+        held = state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER)
+    rates = held.get("_last_lr") if isinstance(held, dict) else None
+    if isinstance(rates, list) and all(type(rate) is float for rate in rates):
+        return rates
+    return ()
+
+
 def _count(path: AnyPath, key: str) -> int | None:
     """Return a whole number from a file of torch, None where it has none."""
     try:

@@ -24,10 +24,19 @@ from ckptfix.conversion.migration_plan import (
     planned_model,
     source_of,
 )
-from ckptfix.conversion.other_states import into_engine, other_states, out_of_engines
+from ckptfix.conversion.other_states import (
+    into_engine,
+    last_rates,
+    other_states,
+    out_of_engines,
+)
 from ckptfix.conversion.streaming import Source
 from ckptfix.conversion.target_names import StateNames, is_lone, other_files, read_config
 from ckptfix.conversion.tied_weights import with_lost_ties, with_ties_joined
+from ckptfix.conversion.untrained_groups import (
+    with_untrained_groups,
+    without_untrained_groups,
+)
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.paths import command
@@ -46,7 +55,7 @@ from ckptfix.tensors.optimizers import (
     Strategy,
     moments_of,
 )
-from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
+from ckptfix.tensors.parameter_names import RunGroup, first_out_of_order, ordered_as
 from ckptfix.tensors.parameter_sources import (
     ModelsOfRun,
     frozen_pattern,
@@ -280,7 +289,7 @@ class _Planning:
                 ties = {
                     other: first for model, other, first in self._built.ties if model == state.index
                 }
-                return ordered_as(state, groups[state.index], ties)
+                return self._in_order_of(state, groups[state.index], ties)
         of_run = self._built.parameters if self._built is not None else ()
         known = [one.name for one in of_run if one.model == state.index]
         if is_of_engine:
@@ -299,6 +308,29 @@ class _Planning:
                 "factory that returns (model, optimizer) of the new run"
             )
         return state
+
+    def _in_order_of(
+        self, state: OptimizerState, groups: Sequence[RunGroup], ties: Mapping[str, str]
+    ) -> OptimizerState:
+        """Return an optimizer with the param groups of the run's optimizer, in its order."""
+        pattern = frozen_pattern(self._options.frozen)
+        if pattern is not None:
+            groups = [
+                replace(
+                    group,
+                    parameters=tuple(
+                        parameter._replace(trainable=False)
+                        if pattern.search(parameter.name)
+                        else parameter
+                        for parameter in group.parameters
+                    ),
+                )
+                for group in groups
+            ]
+        rates = last_rates(self._source.root, state, self._names.scheduler(state.index))
+        state, restored = with_untrained_groups(state, groups, rates)
+        self.warnings += restored
+        return ordered_as(state, groups, ties)
 
     def _note_left_out(self, state: OptimizerState) -> None:
         """Say that an optimizer of DeepSpeed lists no frozen parameters, where another loader may
@@ -322,23 +354,6 @@ class _Planning:
                 "moments to the wrong parameters; next, in that case: --model MODULE:FACTORY with a "
                 "factory that returns (model, optimizer)"
             )
-
-    def _without_untrained_groups(
-        self, state: OptimizerState, frozen: Collection[str]
-    ) -> OptimizerState:
-        """Return an optimizer with the param groups that DeepSpeed has: those with a parameter that
-        is trained.
-        """
-        kept = tuple(group for group in state.groups if set(group.names).difference(frozen))
-        empty = [str(number) for number, group in enumerate(state.groups) if group not in kept]
-        if not kept or not empty:
-            return state
-        self.warnings.append(
-            f"{state.label}: param groups without trained parameters are left out: "
-            f"{', '.join(empty)}; ZeRO-3 leaves them out too, and ZeRO-1 and ZeRO-2 do not start "
-            "with them; next: remove them from the script"
-        )
-        return replace(state, groups=kept)
 
     def _frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
         """Return the parameters in the param groups of an optimizer that are known not to be
@@ -371,15 +386,7 @@ class _Planning:
             _ensure_fit(state, tensors)
         if self._strategy is not Strategy.DDP:
             frozen = self._frozen(state, tensors)
-            lacking = state.lacking(frozen)
-            state = state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
-            if lacking and state.states:
-                self.warnings.append(
-                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
-                    f"({list_names(lacking)}): written with zeros and step 0, as torch initializes "
-                    "them at the first gradient; next, if the script freezes any of these: "
-                    "--frozen REGEX"
-                )
+            state = self._started(state, tensors, frozen)
         home = self._names.optimizer(state.index)
         try:
             new = _WRITERS[self._strategy](home, state)
@@ -392,6 +399,25 @@ class _Planning:
             files=new.files,
             data=_data(new, state),
         )
+
+    def _started(
+        self,
+        state: OptimizerState,
+        tensors: Mapping[str, StoredTensor],
+        frozen: Collection[str],
+    ) -> OptimizerState:
+        """Return an optimizer with zeros for trained parameters that have no states, and warn about
+        these.
+        """
+        lacking = state.lacking(frozen)
+        if lacking and any(state.states.values()):
+            self.warnings.append(
+                f"{state.label}: {count_of(len(lacking), 'parameter')} without moments "
+                f"({list_names(lacking)}): written with zeros and step 0, as torch initializes "
+                "them at the first gradient; next, if the script freezes any of these: "
+                "--frozen REGEX"
+            )
+        return state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
 
     def _of_deepspeed(
         self, changed: Sequence[OptimizerState], named: Sequence[OptimizerState]
@@ -424,7 +450,10 @@ class _Planning:
         )
         listed = {name for group in state.groups for name in group.names}
         frozen = self._frozen(state, tensors)
-        state = self._without_untrained_groups(state, frozen)
+        rates = last_rates(self._source.root, state, self._names.scheduler(state.index))
+        state, left_out = without_untrained_groups(state, frozen, rates)
+        self.warnings += left_out
+        state = self._with_idle_groups_started(state, tensors, frozen)
         buffers = (
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed
             if known
@@ -487,6 +516,21 @@ class _Planning:
         )
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
 
+    def _with_idle_groups_started(
+        self,
+        state: OptimizerState,
+        tensors: Mapping[str, StoredTensor],
+        frozen: Collection[str],
+    ) -> OptimizerState:
+        """Return an optimizer with zeros for param groups in which no parameter has states.
+
+        DeepSpeed gives moments to every param group. In a group with some states, the parameters
+        without any share the step of the others, so ``zero_files`` fills those in.
+        """
+        idle = tuple(group for group in state.groups if not any(map(state.states.get, group.names)))
+        started = self._started(replace(state, groups=idle), tensors, frozen)
+        return replace(started, groups=state.groups)
+
     def _told_frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
         """Return the parameters of an optimizer that ``--frozen`` matches."""
         pattern = frozen_pattern(self._options.frozen)
@@ -540,7 +584,8 @@ def _as_kept(
     """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all
     in fp32.
     """
-    moments = moments_of(state, {name: tensor.shape for name, tensor in tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    moments = moments_of(state, shapes)
 
     def in_fp32(value: StateValue, key: str) -> StateValue:
         return _in_fp32(value) if isinstance(value, StoredTensor) and key in moments else value
@@ -552,9 +597,7 @@ def _as_kept(
     states: dict[str, Mapping[str, StateValue]] = {}
     for group in groups:
         shared = next((state.states[name] for name in group.names if state.states.get(name)), {})
-        own = replace(state, groups=(group,)).started(
-            {name: tensors[name].shape for name in group.names}
-        )
+        own = replace(state, groups=(group,)).started(shapes)
         for name in group.names:
             found = own.states.get(name, {})
             if not state.states.get(name) and STEP in shared:

@@ -137,10 +137,10 @@ def zero_files(
 
     ``dtype``: of the module in safetensors' nouns; None for that of the source's training. The fp32
     masters are the state's own, else the weights converted. ``frozen``: parameters that are not
-    trained although a param group lists them; others without moments get zeros. ``buffers``:
-    tensors of the model that are not parameters, None where that is not known. Raises
-    OperationError for what the strategy cannot hold, by name; UnsupportedFormat as ``torch_file``
-    does.
+    trained although a param group lists them; others without moments get zeros where their group
+    has moments. ``buffers``: tensors of the model that are not parameters, None where that is not
+    known. Raises OperationError for what the strategy cannot hold, by name; UnsupportedFormat as
+    ``torch_file`` does.
     """
     with OpenFiles() as opened:
         plan = _Plan(

@@ -153,21 +153,30 @@ class OptimizerState(Brief, Struct, frozen=True, kw_only=True):
         to have states. ``shapes``: of the parameters. ``frozen``: those that never get a gradient,
         and no states. Raises OperationError for an optimizer that starts in another way.
         """
-        lacking = self.lacking(frozen)
-        kind = next((state for state in self.states.values() if state), None)
-        if not lacking or kind is None:
+        first = next((states for states in self.states.values() if states), None)
+        lacking = dict.fromkeys(self.lacking(frozen))
+        if not lacking or first is None:
             return self
-        if unknown := kind.keys() - ZERO_AT_FIRST:
+        moments = moments_of(self, shapes)
+        started: dict[str, dict[str, StateValue]] = {}
+        unknown: set[str] = set()
+        for group in self.groups:
+            # Groups can differ in their states: amsgrad adds max_exp_avg_sq to its own group.
+            kind = next(filter(None, map(self.states.get, group.names)), first)
+            for name in filter(lacking.__contains__, group.names):
+                unknown |= kind.keys() - ZERO_AT_FIRST
+                # The parameter of `kind` can have no dimension, as its moments then.
+                started[name] = {
+                    key: _zero(value, shapes.get(name, ()) if key in moments else None)
+                    for key, value in kind.items()
+                }
+        if unknown:
             raise OperationError(
                 f"{self.label}: {count_of(len(lacking), 'parameter')} without states "
                 f"({list_names(lacking)}), and the initial value of {list_names(sorted(unknown))} "
                 "is unknown; next: take a step in which every parameter gets a gradient and save "
                 "again, or migrate to ddp"
             )
-        started = {
-            name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()}
-            for name in lacking
-        }
         return replace(self, states={**self.states, **started})
 
     def lacking(self, frozen: Collection[str] = ()) -> list[str]:
@@ -197,11 +206,13 @@ def moments_of(state: OptimizerState, shapes: Mapping[str, tuple[int, ...]]) -> 
     )
 
 
-def _zero(like: StateValue, shape: tuple[int, ...]) -> StateValue:
-    """Return zeros in the place of a state of another parameter."""
+def _zero(like: StateValue, shape: tuple[int, ...] | None) -> StateValue:
+    """Return zeros in the place of a state of another parameter. ``shape``: None for that of the
+    state.
+    """
     if not isinstance(like, StoredTensor):
         return None if like is None else type(like)()
-    zeros = like._replace(shape=shape if like.shape else ())
+    zeros = like if shape is None else like._replace(shape=shape)
     return zeros._replace(layout=joined([Zeros(zeros.nbytes)]))
 
 

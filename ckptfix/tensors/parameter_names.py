@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.errors import OperationError, UsageError
@@ -62,6 +62,22 @@ class Parameter(NamedTuple):
     shape: Shape
     trainable: bool | None = None
     model: int = 0
+
+
+class RunGroup(Brief, Struct, frozen=True, kw_only=True):
+    """A param group of an optimizer that the run's factory returned.
+
+    ``options``: its hyperparameters that are plain values, or tuples or lists of these; others,
+    such as a learning rate in a tensor, are left out.
+    """
+
+    parameters: tuple[Parameter, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter of the group is trained, or may be."""
+        return any(parameter.trainable is not False for parameter in self.parameters)
 
 
 class Assignments(Brief, Struct, frozen=True, kw_only=True):
@@ -189,7 +205,7 @@ def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str
 
 
 def ordered_as(
-    state: OptimizerState, groups: Sequence[Sequence[Parameter]], ties: Mapping[str, str]
+    state: OptimizerState, groups: Sequence[RunGroup], ties: Mapping[str, str]
 ) -> OptimizerState:
     """Return an optimizer with the parameters of each param group as in ``groups``. ``ties``: other
     name -> name.
@@ -200,15 +216,15 @@ def ordered_as(
     ordered = []
     for number, group in enumerate(state.groups):
         own = {ties.get(name, name): name for name in group.names}
-        here = groups[number] if number < len(groups) else []
+        here = groups[number].parameters if number < len(groups) else ()
         frozen = {
             ties.get(one.name, one.name) for one in here if one.trainable is False
         } - own.keys()
         wanted = [ties.get(one.name, one.name) for one in here]
         if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
+            filled = sum(bool(each.names) for each in state.groups)
             raise OperationError(
-                f"{state.label}: the parameters of its "
-                f"{count_of(len(state.groups), 'param group')} differ from those of the "
+                f"{state.label}: the parameters of its {count_of(filled, 'param group')} differ from those of the "
                 f"optimizer from --model ({count_of(len(groups), 'group')}); next: "
                 "create the optimizer in the factory the same way as in the run"
             )

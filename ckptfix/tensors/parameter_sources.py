@@ -24,7 +24,14 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.hardware import run_limited
 from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.optimizers import OptimizerState
-from ckptfix.tensors.parameter_names import Parameter, Shape, name_parameters, named_as, shape_of
+from ckptfix.tensors.parameter_names import (
+    Parameter,
+    RunGroup,
+    Shape,
+    name_parameters,
+    named_as,
+    shape_of,
+)
 from ckptfix.tensors.stored import Weights
 from ckptfix.wording import count_of
 
@@ -46,21 +53,21 @@ _HELP = "help: name the model of this run with --model MODULE:FACTORY"
 RecordedName = tuple[int | None, str]
 """The position of a parameter's model, None where it is not recorded, and the parameter's name."""
 
-Groups = Sequence[Sequence[Parameter]]
-"""The parameters of an optimizer by param group, in its order."""
+_PLAIN = (bool, int, float, str, type(None))
+"""The types of hyperparameters that a process can answer with; lists and tuples of these, too."""
 
 
 class ModelsOfRun(Struct, frozen=True, kw_only=True):
     """The models of a run.
 
     ``parameters``: of each model in its order; one that several models share is that of the first.
-    ``optimizers``: those that each optimizer has, by group; empty where no optimizer is known.
+    ``optimizers``: the param groups of each optimizer; empty where no optimizer is known.
     ``ties``: model, other name and first name of each parameter that has two. ``source``: of all
     this, in words.
     """
 
     parameters: tuple[Parameter, ...]
-    optimizers: tuple[Groups, ...] = ()
+    optimizers: tuple[Sequence[RunGroup], ...] = ()
     ties: tuple[tuple[int, str, str], ...] = ()
     source: str
 
@@ -191,6 +198,30 @@ def described(made: Any, shown: str) -> dict[str, Any]:
         "parameters": parameters,
         "ties": ties,
         "optimizers": [[[places[one] for one in group] for group in of_one] for of_one in groups],
+        "options": [[_described_options(group) for group in of_one] for of_one in optimizers],
+    }
+
+
+def _described_options(group: Mapping[str, Any]) -> dict[str, tuple[bool, Any]]:
+    """Return the hyperparameters of a param group that are plain, each with whether it is a tuple,
+    which JSON does not keep.
+    """
+    return {
+        key: (type(value) is tuple, value)
+        for key, value in group.items()
+        if key != "params"
+        and (
+            type(value) in _PLAIN
+            or (type(value) in (list, tuple) and all(type(item) in _PLAIN for item in value))
+        )
+    }
+
+
+def _options(described_options: Mapping[str, tuple[bool, Any]]) -> dict[str, Any]:
+    """Return hyperparameters as ``_described_options`` was given them."""
+    return {
+        key: tuple(value) if is_tuple else value
+        for key, (is_tuple, value) in described_options.items()
     }
 
 
@@ -207,8 +238,14 @@ def _read(found: Mapping[str, Any], source: str, keys: "_Keys") -> ModelsOfRun:
         parameters=tuple(parameters),
         ties=tuple((model, other, first) for model, (other, first) in named),
         optimizers=tuple(
-            [[parameters[place] for place in group] for group in of_one]
-            for of_one in found["optimizers"]
+            [
+                RunGroup(
+                    parameters=tuple(parameters[place] for place in group),
+                    options=_options(options),
+                )
+                for group, options in zip(places, described_options, strict=True)
+            ]
+            for places, described_options in zip(found["optimizers"], found["options"], strict=True)
         ),
         source=source,
     )
@@ -318,7 +355,7 @@ def _named(
         raise UsageError(
             f"{state.label}: {run.source} returned {returned}, but this is optimizer {state.index}"
         )
-    return named_as(state, run.optimizers[state.index])
+    return named_as(state, [group.parameters for group in run.optimizers[state.index]])
 
 
 def _of_recorded(

@@ -161,6 +161,31 @@ def test_a_parameter_without_a_gradient_starts_from_zero(tmp_path: Path) -> None
     assert found.keys() == get_optimizer_state_dict(model, optimizer)["state"].keys()
 
 
+def test_zeros_have_the_shape_of_their_own_parameter_and_the_states_of_their_own_group() -> None:
+    """The first parameter with states has no dimension and, without amsgrad, no maximum."""
+    model = torch.nn.ParameterDict(
+        {name: torch.ones(shape) for name, shape in (("scale", ()), ("a", 2), ("b", 3), ("c", 2))}
+    )
+    groups = [{"params": [model["scale"], model["a"]]}, {"params": [model["b"], model["c"]]}]
+    optimizer = torch.optim.AdamW([groups[0], {**groups[1], "amsgrad": True}])
+    model["scale"].grad, model["c"].grad = torch.ones(()), torch.ones(2)
+    optimizer.step()
+    shapes = {name: tuple(one.shape) for name, one in model.items()}
+    states = described(model, optimizer).started(shapes).states
+    found = {
+        name: {
+            key: value.shape
+            for key, value in states[name].items()
+            if isinstance(value, StoredTensor)
+        }
+        for name in "ab"
+    }
+    assert found == {
+        "a": {"step": (), "exp_avg": (2,), "exp_avg_sq": (2,)},
+        "b": {"step": (), "exp_avg": (3,), "exp_avg_sq": (3,), "max_exp_avg_sq": (3,)},
+    }
+
+
 def test_an_optimizer_that_starts_otherwise_is_refused() -> None:
     groups = (ParamGroup(names=("a", "b"), options={}),)
     state = OptimizerState(
