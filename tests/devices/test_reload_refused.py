@@ -252,8 +252,10 @@ def test_weights_under_a_name_that_from_pretrained_does_not_look_for_are_a_failu
     assert "no file named model.safetensors" in refuses(folder, Qwen2ForCausalLM)
     report = verify_reload(folder)
     assert report.status == 1, str(report)
-    assert f"from_pretrained refuses {folder}: it looks for model.safetensors" in failed(report)
-    assert f"passes over {name}; rename it" in failed(report)
+    assert f"from_pretrained refuses {folder}: it looks only for model.safetensors" in failed(
+        report
+    )
+    assert f"so it ignores {name}; rename it" in failed(report)
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], (
         "the model itself is exercised all the same"
     )
@@ -274,7 +276,7 @@ def test_weights_of_a_variant_are_found_with_that_variant_alone(
     assert Qwen2ForCausalLM.from_pretrained(str(folder), variant=variant)
     report = verify_reload(folder)
     assert report.status == 0, str(report)
-    assert ("with variant='fp16' alone" in str(report)) == (variant is not None)
+    assert ("only with variant='fp16'" in str(report)) == (variant is not None)
 
 
 def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(

@@ -54,7 +54,7 @@ def test_a_map_that_splits_the_tie_names_both_names_and_devices(tmp_path: Path) 
     folder = saved(tmp_path / "model", gpt2())
     report = verify_reload(folder, device_map={"transformer": 0, "lm_head": 1})
     says = text_of(report, Subject.TIES, Outcome.FAILED)
-    assert "'lm_head.weight' is on 1, 'transformer.wte.weight' on 0" in says
+    assert "'lm_head.weight' is on 1 and 'transformer.wte.weight' on 0" in says
 
 
 def test_torch_files_are_read_without_unpickling(tmp_path: Path) -> None:
