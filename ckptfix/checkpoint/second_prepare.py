@@ -383,12 +383,15 @@ class Evidence:
         if not (is_trained or history.is_moved):
             yield untrained
 
-    def shown_apart(self, original: Component, entry: Component) -> str:
-        """Return the name of a checkpoint of the run in which two equal entries differ, "" without
-        such a checkpoint.
+    def parted_later(self, original: Component, entry: Component) -> str:
+        """Return the name of a later checkpoint of the run in which two equal entries differ, ""
+        without such a checkpoint, or where an earlier one has them differ.
 
-        A checkpoint with another number of models with these keys shows no pair.
+        Copies differ once the run trains one of them. Models that differed before may be equal
+        because the file of one was copied over that of the other. A checkpoint with another number
+        of models with these keys shows no pair.
         """
+        later = ""
         pair = [(_twins(self.folder, model), model.path) for model in (original, entry)]
         places = [[twin.path for twin in twins].index(path) for twins, path in pair]
         for neighbour in self._neighbours.spread():
@@ -399,8 +402,10 @@ class Evidence:
                     continue
                 ours, theirs = (twins[place] for twins, place in zip(there, places, strict=True))
                 if not _is_equal(root, ours, root, theirs):
-                    return neighbour.name
-        return ""
+                    if neighbour.is_earlier:
+                        return ""
+                    later = neighbour.name
+        return later
 
     def has_moments(self, path: PurePosixPath) -> bool:
         """Return whether an optimizer has made a step with a gradient that was not 0."""

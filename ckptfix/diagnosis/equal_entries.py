@@ -31,7 +31,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,
     DoubledStates,
     EntryGap,
-    EqualAtThisSave,
+    EqualAtFirst,
     IdenticalModels,
     IdenticalStates,
     NearlyEqualModels,
@@ -228,11 +228,9 @@ def _match(
                 doubt=doubt,
             )
             if isinstance(original, Component) and isinstance(entry, Component):
-                known_by = case.evidence.shown_apart(original, entry)
+                known_by = case.evidence.parted_later(original, entry)
                 return (
-                    as_kind(EqualAtThisSave, identical, known_by=known_by)
-                    if known_by
-                    else identical
+                    as_kind(EqualAtFirst, identical, known_by=known_by) if known_by else identical
                 )
             return identical
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):

@@ -162,6 +162,21 @@ def incomplete_of_trainer(
             missing=(_ADAPTER_WEIGHTS,),
             known_by=f"{ADAPTER} exists",
         )
+    # PEFT finds no adapter in the file, and transformers 5.23's Trainer resumes with new weights.
+    if (
+        {TRAINER_STATE, ADAPTER} <= set(names)
+        and CONFIG not in names
+        and not has_weights_of(ADAPTER, names)
+        and library_of(read_config(folder.root, ADAPTER)) == "peft"
+        and not is_hidden
+        and (misnamed := _adapter_as_model(folder)) is not None
+    ):
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(_ADAPTER_WEIGHTS),
+            missing=(_ADAPTER_WEIGHTS,),
+            known_by=f"{ADAPTER} exists, and the keys in {misnamed} are those of an adapter",
+            of_trainer=bool(own),
+        )
     # ``save_pretrained`` writes both configs.
     if (
         GENERATION in names
@@ -235,6 +250,20 @@ def _renamed_random_states(folder: CheckpointFolder) -> str:
     container = content.container if isinstance(content, TorchFile) else None
     is_of_one = isinstance(container, TorchZip) and f"{container.root}.pth" == random_states(None)
     return str(states[0].path) if is_of_one else ""
+
+
+def _adapter_as_model(folder: CheckpointFolder) -> PurePosixPath | None:
+    """Return the file of a model in which every key is that of an adapter."""
+    return next(
+        (
+            file.path
+            for file in folder.components
+            if file.role is Role.MODEL
+            and file.tensors
+            and all(tensor.fqn.startswith("base_model.") for tensor in file.tensors)
+        ),
+        None,
+    )
 
 
 def _weights_lost_by_trainer(

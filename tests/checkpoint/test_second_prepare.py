@@ -455,13 +455,10 @@ def test_a_folder_of_very_many_entries_is_asked_about(
 
 
 def test_a_copy_differs_in_another_checkpoint_of_the_run(tmp_path: Path) -> None:
-    """The copy was a warning, and asked a user who had both models how many there are."""
     *_, last = run_of(tmp_path / "run", is_copy=True)
-    (finding,) = [one for one in check(last).findings if one.code == "identical-models"]
-    assert finding.severity is Severity.NOTE
-    assert str(finding).endswith(
-        ("; they differ in checkpoint-5", "; they differ in checkpoint-10")
-    )
+    code, advice = verdict(last)
+    assert code == "identical-models"
+    assert "they differ in checkpoint-5" in advice or "they differ in checkpoint-10" in advice
     assert repair(last).steps == ()
     # The neighbours of the source count, not those of the place of the copy.
     assert repair(last, output=tmp_path / "elsewhere-3").steps == ()
@@ -554,6 +551,30 @@ def test_the_average_is_the_only_second_entry_of_a_corrected_script(tmp_path: Pa
     )
 
 
+def test_a_copy_that_the_script_made_before_it_trained_is_a_note(tmp_path: Path) -> None:
+    """A target network at step 0 was a warning, and asked its owner how many models there are.
+
+    A teacher whose file was overwritten by that of its student is a warning: they differed before.
+    """
+    net, target = Net(), Net()
+    optimizer = adamw(net)
+    folders = []
+    for number in range(3):
+        folders.append(save(tmp_path / f"epoch_{number}", [net, target], [optimizer]))
+        step(optimizer)
+    (finding,) = [one for one in check(folders[0]).findings if one.code == "identical-models"]
+    assert finding.severity is Severity.NOTE
+    assert str(finding).endswith(("; they differ in epoch_1", "; they differ in epoch_2"))
+    assert "ignore this if the script copies one model into the other" in finding.advice
+    assert repair(folders[0]).steps == ()
+    for folder in folders[1:]:
+        before = [one.code for one in check(folder).findings]
+        assert "identical-models" not in before
+        (folder / "pytorch_model_1.bin").write_bytes((folder / "pytorch_model.bin").read_bytes())
+        (finding,) = [one for one in check(folder).findings if one.code == "identical-models"]
+        assert finding.severity is (Severity.NOTE if folder == folders[1] else Severity.WARNING)
+
+
 def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -> None:
     """A third model with the same keys hides no copy, whichever file is gone next to it."""
     net, target, average = Net(), Net(7), Net(9)
@@ -565,9 +586,8 @@ def test_a_target_network_next_to_an_average_differs_elsewhere(tmp_path: Path) -
             target.load_state_dict(net.state_dict())
         models = [net, wrap(target), wrap(average)]
         folders.append(save(tmp_path / f"epoch_{number}", models, [optimizer]))
-    (finding,) = [one for one in check(folders[1]).findings if one.code == "identical-models"]
-    assert finding.severity is Severity.NOTE
-    assert str(finding).endswith("; they differ in epoch_1")
+    assert verdict(folders[1])[0] == "identical-models"
+    assert "because they differ in epoch_1" in verdict(folders[1])[1]
     (folders[0] / "pytorch_model_2.bin").unlink()
     assert "because they may differ in epoch_1" in verdict(folders[1])[1]
     assert repair(folders[1]).steps == ()

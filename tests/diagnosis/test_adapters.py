@@ -409,6 +409,17 @@ def test_a_healthy_adapter(name: str, tmp_path: Path) -> None:
     assert verdict(tmp_path) == []
 
 
+def test_an_adapter_of_the_trainer_under_the_name_of_a_model(tmp_path: Path) -> None:
+    """The stock Trainer resumed with new weights, without an error, and the folder was clean."""
+    base, config = HEALTHY["LoRA"]
+    saved(tmp_path, config(), base)
+    (tmp_path / NAME).rename(tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    (words,) = [str(one) for one in check(tmp_path).findings if one.code == "incomplete-checkpoint"]
+    assert "the keys in model.safetensors are those of an adapter" in words
+    assert check(tmp_path).status == 1
+
+
 @pytest.mark.parametrize(
     "name", ["LoRA", "embeddings", "LoHa", "LoKr", "AdaLoRA", "VeRA", "experts", "IA3", "PiSSA"]
 )

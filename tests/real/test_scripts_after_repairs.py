@@ -180,12 +180,12 @@ CORRECT = (
     Scenario(
         scripts.target_network,
         "they differ in checkpoint-1 and checkpoint-2, so that checkpoint-3 shows a copy",
-        {1: set(), 2: set(), 3: set()},
+        {1: set(), 2: set(), 3: ASKS},
     ),
     Scenario(
         scripts.average_after_a_hard_copy,
         "they differ in checkpoint-5, so that checkpoint-3 shows a copy",
-        {3: set(), 5: set()},
+        {3: ASKS, 5: set()},
         variant="neighbours",
     ),
     # The same bytes as those of a model prepared twice: the words say what would make this wrong,

@@ -80,8 +80,8 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     option = "--models N"
     meaning = (
         "two models with the same keys and bytes: one model prepared twice, an intentional copy "
-        "(EMA), or modules that share their weights. A note where the two differ in another "
-        "checkpoint of the run"
+        "(EMA), or modules that share their weights. Only a note if the two differ in a later "
+        "checkpoint of the run and in no earlier one"
     )
 
     original: PurePosixPath
@@ -112,9 +112,9 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
         )
 
 
-class EqualAtThisSave(IdenticalModels, frozen=True, kw_only=True):
-    """The same where the two differ in another checkpoint of the run, ``known_by``: they are two
-    models, such as a target network that was just synchronized.
+class EqualAtFirst(IdenticalModels, frozen=True, kw_only=True):
+    """The same where the two differ in a later checkpoint of the run, ``known_by``, and in no
+    earlier one: a copy that the script made before it trained, such as a target network.
     """
 
     severity = Severity.NOTE
@@ -126,8 +126,11 @@ class EqualAtThisSave(IdenticalModels, frozen=True, kw_only=True):
 
     @property
     def advice(self) -> str:
-        """Advice that nothing need be done."""
-        return "ignore this: the script has both models, and they were equal at this save"
+        """Advice for a script that makes no copy."""
+        return (
+            "ignore this if the script copies one model into the other before it trains (a target "
+            "network, an EMA); otherwise one file was copied over the other: use another checkpoint"
+        )
 
 
 class ShiftedEntries(Finding, frozen=True, kw_only=True):
