@@ -255,7 +255,7 @@ def test_tied_weights_that_a_map_splits_are_refused(simulator: Simulator, tmp_pa
     report = verified(folder, model=TIED, device_map={"embed": 0, "mixer": 1, "lm_head": 2})
     assert report.status == 1
     assert (
-        "'embed.weight' is on 0, 'lm_head.weight' on 2"
+        "'embed.weight' is on 0 and 'lm_head.weight' on 2"
         in proofs(report, Outcome.FAILED)[Subject.TIES]
     )
     assert "the map is not usable" in proofs(report, Outcome.NOT_EXERCISED)[Subject.PLACEMENT]

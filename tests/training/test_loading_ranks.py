@@ -40,7 +40,7 @@ def test_a_rank_without_a_file_keeps_its_generators_and_gets_the_step(seen: Rank
     ("case", "own", "other"),
     [
         ("one_rank_fails", "does not exist", "rank 1 failed, so rank 0 stops too"),
-        ("required_generators_of_one_rank", "there is no random_states_1.pkl", "rank 1 failed"),
+        ("required_generators_of_one_rank", "random_states_1.pkl is missing", "rank 1 failed"),
         ("a_hook_of_one_rank_fails", "the hook cannot", "rank 1 failed"),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_trainer_that_cannot_find_its_place_in_a_stream_says_so(
     monkeypatch.setitem(TRAINER, "unsized", {"stream": "unsized", "save": 20})
     with pytest.warns(
         UserWarning,
-        match="skips to batch 21, and .* with transformers' Trainer, give Stream a __len__",
+        match="skips to batch 21, but .* with transformers' Trainer, give Stream a __len__",
     ):
         found = trained("unsized", tmp_path)
     assert found.differences
