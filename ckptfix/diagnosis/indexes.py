@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable, scan_file
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
-from ckptfix.checkpoint.loading_order import kind_of, needs_option
+from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.model_files import ModelFiles, Replacement
 from ckptfix.checkpoint.rank_parts import begins_inside
@@ -29,7 +29,6 @@ from ckptfix.diagnosis.findings.sharded import (
     LeftoverIndex,
     MissingShard,
     OddIndex,
-    OptionalIndex,
     PartlyReadIndex,
     RenamedShard,
     RivalShard,
@@ -79,8 +78,6 @@ def diagnose_shards(case: Case) -> Iterator[Finding | Explained]:
         elif group.index_path is not None and group.is_whole:
             twin = _twin(group, groups) if group.index is None else None
             yield from _diagnose_index(root, group, group.index_path, twin, data=data)
-            if needs_option(map(str, case.existing), str(group.index_path)):
-                yield OptionalIndex(path=group.index_path)
     yield from _foreign_indexes(folder, groups)
 
 

@@ -415,29 +415,6 @@ class ForeignIndex(Finding, frozen=True):
         )
 
 
-class OptionalIndex(Finding, frozen=True):
-    """An index of shards that diffusers loads only with an option."""
-
-    code = IndexMismatch.code
-    severity = Severity.NOTE
-    action = Action.TELL
-    meaning = IndexMismatch.meaning
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: from_pretrained of diffusers loads these shards only with "
-            "use_safetensors=False; without it, the load fails with OSError"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to load or to convert the shards."""
-        return (
-            "pass use_safetensors=False to from_pretrained, or convert the model: ckptfix migrate "
-            "--to safetensors"
-        )
-
-
 class LeftoverIndex(Finding, frozen=True, kw_only=True):
     """An index whose shards are gone, next to a complete file or index of another save, which its
     loaders take before.
