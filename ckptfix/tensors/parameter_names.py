@@ -76,7 +76,7 @@ class RunGroup(Brief, Struct, frozen=True, kw_only=True):
 
     @property
     def is_trained(self) -> bool:
-        """Whether a parameter of the group is trained, or may be."""
+        """True where a parameter of the group is trained, or may be."""
         return any(parameter.trainable is not False for parameter in self.parameters)
 
 
