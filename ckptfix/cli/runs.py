@@ -70,7 +70,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
             but += f"; newer but incomplete: {'; '.join(self.unexplained)}"
         by = f" by number ({self.saved_later})" if self.saved_later else ""
         # What check found may be that a file is missing.
-        kind = "one that a load accepts" if self.is_doubted else "complete one"
+        kind = "candidate" if self.is_doubted else "complete one"
         return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"
 
 

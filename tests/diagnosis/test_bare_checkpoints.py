@@ -409,7 +409,7 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
     assert answers(out) == [
         f"resume from {tmp_path}/a/checkpoints/checkpoint_0, the newest complete one",
         (
-            f"resume from {tmp_path}/b/checkpoint_3, the newest one that a load accepts, but check found "
+            f"resume from {tmp_path}/b/checkpoint_3, the newest candidate, but check found "
             "problems in it (see above)"
         ),
         (
@@ -430,7 +430,7 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {tmp_path}/checkpoint_3, the newest one that a load accepts, but check found problems "
+        f"resume from {tmp_path}/checkpoint_3, the newest candidate, but check found problems "
         f"in it (see above); the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]

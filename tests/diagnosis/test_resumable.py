@@ -212,7 +212,7 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert is_loaded or check(newest).status == 1
     _, out, _ = said("check", "-r", run)
     has_problems = "but check found problems in it" in out.splitlines()[-1]
-    kind = "one that a load accepts, but check found problems" if has_problems else "complete one"
+    kind = "candidate, but check found problems" if has_problems else "complete one"
     assert f"resume from {expected}, the newest {kind}" in out
 
 
