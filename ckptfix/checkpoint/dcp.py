@@ -682,7 +682,8 @@ class _Items:
         if listed and unknown:
             # What such an object does with the keys in it is unknown without running it.
             self.unread[item.fqn] = (
-                f"the pickle creates a {unknown[0]:.200} object, and ckptfix never runs pickles"
+                f"the pickle creates an object of class {unknown[0]:.200}, and ckptfix never runs "
+                "pickles"
             )
         for path, kind, texts in listed:
             scope = _name_scope(path, kind, (text.value for text in texts))

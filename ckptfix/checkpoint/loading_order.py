@@ -172,17 +172,21 @@ def loads(
     return Loads(taken, by_option, refused_by)
 
 
-def needs_option(files: Iterable[str], path: str) -> bool:
-    """Return whether diffusers loads an index only with ``use_safetensors=False``.
+def needs_option(name: str) -> bool:
+    """Return whether a loader takes a file of this name only with an option.
 
-    By default diffusers 0.42 looks for an index of safetensors shards alone, and for one file of
-    either format.
+    By default diffusers 0.42 looks for an index of safetensors shards, and for one file of either
+    format.
     """
-    name = parse_file_name(path)
-    if name is None or name.model is None:
-        return False
-    found = loads(model_names(files), name.model, name.index)
-    return found.by_option.get("diffusers") == path and "diffusers" not in found.taken
+    parsed = parse_file_name(name)
+    return (
+        parsed is not None
+        and parsed.model is not None
+        and any(
+            (loader, kind_of(parsed)) in BY_OPTION
+            for loader in loaders_of(parsed.model, parsed.index)
+        )
+    )
 
 
 def first_loader(model: ModelName, position: int = 0) -> str | None:

@@ -294,15 +294,12 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
 
 def loaded_by_option(plan: MigrationPlan) -> Iterator[str]:
     """Yield in words the new indexes that diffusers loads only with an option."""
-    for planned in plan.planned:
-        paths = [file.path for file in planned.files]
-        for path in paths:
-            near = [each.name for each in paths if each.parent == path.parent]
-            if needs_option(near, path.name):
-                yield (
-                    f"{path}: from_pretrained of diffusers loads these shards only with "
-                    "use_safetensors=False; next, for a model that loads without it: --to safetensors"
-                )
+    for path in [file.path for planned in plan.planned for file in planned.files]:
+        if needs_option(path.name):
+            yield (
+                f"{path}: from_pretrained of diffusers loads these shards only with "
+                "use_safetensors=False; next, for a model that loads without it: --to safetensors"
+            )
 
 
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:

@@ -123,9 +123,11 @@ class Patches:
 
         ``is_outermost``: in front of what others put there since an earlier call, too.
         """
-        ours = [each for each in self._replacements if each.owner is owner and each.name == name]
+        ours = [
+            each.itself for each in self._replacements if each.owner is owner and each.name == name
+        ]
         original = vars(owner).get(name, _ABSENT)
-        if ours and not (is_outermost and all(each.itself is not original for each in ours)):
+        if original in ours or (ours and not is_outermost):
             return
         switch = self._switch = self._switch or _Switch()
         guarded = around(original)

@@ -18,7 +18,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
+from itertools import groupby
 from math import nan
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -99,10 +101,11 @@ def diagnose_stale_saves(
                     paths = list(
                         _old_optimizers(folder, root, weights or (), optimizers, data=data)
                     )
-                same = bool(weights) and _are_equal(folder.root, root, weights or (), data=data)
-                yield from _of_later(
-                    folder, sharded, root, neighbours, paths, same_weights=same, data=data
-                )
+                if paths:
+                    same = bool(weights) and _are_equal(folder.root, root, weights or (), data=data)
+                    yield from _of_later(
+                        folder, sharded, root, neighbours, paths, same_weights=same, data=data
+                    )
         if before is None or not (weights or optimizers):
             return
         with before.opened() as root:
@@ -192,7 +195,10 @@ def _old_models(
     The moments of an optimizer never belong to an average of ``EMAModel``.
     """
     states = {state.path for state in sharded}
-    places = {file.path: file.path.with_name(_entry(file)) for file in _models_of(folder)}
+    in_root: dict[PurePosixPath, list[Component]] = {}
+    for file in _models_of(folder):
+        in_root.setdefault(file.path.with_name(_entry(file)), []).append(file)
+    places = {file.path: where for where, files in in_root.items() for file in files}
     pieces: dict[PurePosixPath, list[Piece]] = {}
     for piece in weights:
         if piece.path.parent.parts and piece.path.parent not in states:
@@ -201,11 +207,18 @@ def _old_models(
             pieces.setdefault(places[piece.path], []).append(piece)
     if len(pieces) == 1 and places:
         return
-    models: dict[PurePosixPath, list[Component]] = {}
-    for file in _models_of(folder):
-        models.setdefault(places[file.path], []).append(file)
-    for where in pieces:
-        if where in models:
+    # The models of a healthy save differ in their first sample, and its optimizers are not read.
+    equal = {
+        where
+        for where in in_root.keys() & pieces.keys()
+        if _are_equal(folder.root, earlier, pieces[where], data=data)
+    }
+    candidates = [where for where in pieces if where in equal or where not in in_root]
+    if not candidates:
+        return
+    models = dict(in_root)
+    for where in candidates:
+        if where in in_root:
             continue
         config = config_of_model(folder.root / where)
         if config is None or not config.is_of_average:
@@ -221,13 +234,15 @@ def _old_models(
         for tensors in optimizer.tensors.values()
         for shape in _shapes_of(tensors)
     )
-    for where in pieces:
+    for where in candidates:
         if where not in models:
             continue
         # The beginning of a table need not change.
         own = {shape: of_all[shape] for shape in counts[where] if data or not is_table(shape)}
         may_be_trained = any(moments[shape] >= count for shape, count in own.items())
-        if may_be_trained and _are_equal(folder.root, earlier, pieces[where], data=data):
+        if may_be_trained and (
+            where in equal or _are_equal(folder.root, earlier, pieces[where], data=data)
+        ):
             yield _Part(pieces[where][0].path, own, pieces[where])
 
 
@@ -256,12 +271,15 @@ def _old_optimizers(
     and buffers have none, so that a shape of theirs shows nothing. An optimizer without states may
     train the weights of another, as where a script goes on with plain SGD.
     """
-    saved = list(saved_optimizers(folder, ()))
-    if (
-        len(saved) < 2
-        or any(optimizer.key or not optimizer.tensors for optimizer in saved)
-        or any(piece.path.parent.parts for piece in weights)
-    ):
+    own = {path: list(pieces) for path, pieces in groupby(optimizers, key=attrgetter("path"))}
+    if len(own) < 2 or any(piece.path.parent.parts for piece in weights):
+        return
+    equal = {
+        path for path, pieces in own.items() if _are_equal(folder.root, other, pieces, data=data)
+    }
+    # The optimizers of a healthy save differ in their first sample, and are not read further.
+    saved = list(saved_optimizers(folder, ())) if equal else []
+    if any(optimizer.key or not optimizer.tensors for optimizer in saved):
         return
     moments: dict[Shape, Counter[PurePosixPath]] = {}
     for optimizer in saved:
@@ -270,15 +288,12 @@ def _old_optimizers(
                 moments.setdefault(shape, Counter())[optimizer.path] += 1
     models = _models_of(folder)
     of_all = Counter(tensor.shape for file in models for tensor in file.tensors)
-    for optimizer in saved:
-        own = [piece for piece in optimizers if piece.path == optimizer.path]
-        if not own or not _are_equal(folder.root, other, own, data=data):
-            continue
+    for path in [optimizer.path for optimizer in saved if optimizer.path in equal]:
         trained = {
             shape
             for shape, owners in moments.items()
-            if owners.keys() == {optimizer.path}
-            and owners[optimizer.path] >= of_all[shape] > 0
+            if owners.keys() == {path}
+            and owners[path] >= of_all[shape] > 0
             # The beginning of a table need not change.
             and (data or not is_table(shape))
         }
@@ -289,7 +304,7 @@ def _old_optimizers(
             samples = samples_of(pieces)
             with suppress(FileNotFoundError):
                 if samples and not are_equal(folder.root, other, samples):
-                    yield optimizer.path
+                    yield path
                     break
 
 
@@ -478,8 +493,6 @@ def _of_later(
     """Yield that optimizers of a checkpoint, at these paths, are those of the one after it, in
     ``root``, by their step.
     """
-    if not paths:
-        return
     after = neighbours.after()
     assert after is not None
     later = after.scan(*_READ, root=root)

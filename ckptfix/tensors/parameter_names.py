@@ -224,9 +224,9 @@ def ordered_as(
         if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
             filled = sum(bool(each.names) for each in state.groups)
             raise OperationError(
-                f"{state.label}: the parameters of its {count_of(filled, 'param group')} differ from those of the "
-                f"optimizer from --model ({count_of(len(groups), 'group')}); next: "
-                "create the optimizer in the factory the same way as in the run"
+                f"{state.label}: the parameters of its {count_of(filled, 'param group')} differ "
+                f"from those of the optimizer from --model ({count_of(len(groups), 'group')}); "
+                "next: create the optimizer in the factory the same way as in the run"
             )
         ordered.append(replace(group, names=tuple(own.get(name, name) for name in wanted)))
     return replace(state, groups=tuple(ordered))
