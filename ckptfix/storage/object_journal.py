@@ -490,7 +490,8 @@ def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator
 
 def _locked(store: Store, verb: str) -> LockedError:
     owner, since = "another run", ""
-    with suppress(CkptfixError, ValueError, LookupError, TypeError, ArithmeticError):
+    unreadable = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
+    with suppress(CkptfixError, *unreadable):
         info = store.stat(LOCK)
         size = info.size if info is not None else 0  # released meanwhile
         body = json.loads(store.read(LOCK, 0, min(size, 1 << 16)))

@@ -192,7 +192,7 @@ class PartialResults:
                 request = request._replace(version="")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OperationError(
                 f"{self.folder / _REQUEST} holds no partial results ({error!r}); "
                 "next: name another folder with --partial"

@@ -184,8 +184,8 @@ CORRECT = (
     ),
     Scenario(
         scripts.average_after_a_hard_copy,
-        "they differ in checkpoint-5, so that checkpoint-3 shows a copy",
-        {3: ASKS, 5: set()},
+        "they differ in checkpoint-5 and in none before, so that checkpoint-3 shows them at first",
+        {3: set(), 5: set()},
         variant="neighbours",
     ),
     # The same bytes as those of a model prepared twice: the words say what would make this wrong,
