@@ -28,11 +28,11 @@ def test_codes_are_unique_kebab_case() -> None:
 def test_the_manual_says_the_same(kind: type[Finding]) -> None:
     action = f"ask: `{kind.option}`" if kind.action is Action.ASK else kind.action.value
     row = f"| `{kind.code}` | {kind.severity.value} | {action} | {kind.meaning} |"
-    assert row in (ROOT / "ckptfix/manual/findings.md").read_text()
+    assert row in (ROOT / "ckptfix/manual/codes.md").read_text()
 
 
 def test_the_manual_has_no_other_codes() -> None:
-    text = (ROOT / "ckptfix/manual/findings.md").read_text()
+    text = (ROOT / "ckptfix/manual/codes.md").read_text()
     table = text.split("| code | severity |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(CODES)
 

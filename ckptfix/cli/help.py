@@ -8,6 +8,9 @@ from ckptfix.manual import TOPICS, closest, explanation, page, section, summary,
 
 _VERB = "ckptfix "
 
+# Pages of 0.5.0, named in scripts and wikis.
+_MOVED = {"findings": "codes"}
+
 
 @click.command("help")
 @click.argument("topic", required=False)
@@ -32,6 +35,7 @@ def _list_of_topics() -> str:
 
 
 def _text_about(topic: str) -> str:
+    topic = _MOVED.get(topic, topic)
     if topic in TOPICS:
         return page(topic)
     text = section("commands", _VERB + topic)

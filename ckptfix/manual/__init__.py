@@ -11,8 +11,7 @@ TOPICS = (
     "will-it-load",
     "commands",
     "after-repair",
-    "findings",
-    "doctor",
+    "evidence",
     "guard",
     "saving",
     "trainer",
@@ -31,6 +30,7 @@ TOPICS = (
     "limits",
     "json",
     "python",
+    "codes",
     "continuous-integration",
     "performance",
     "architecture",
@@ -39,8 +39,8 @@ TOPICS = (
 )
 """Every page, in the order of the list that ``ckptfix help`` prints."""
 
-CATALOGUES = ("findings", "doctor", "verify")
-"""The pages with one section for each code."""
+CATALOGUE = "codes"
+"""The page with one section for each code."""
 
 TABLES = ("verify", "exact-resume")
 """The pages with one row of a table for each code that has no section."""
@@ -75,9 +75,8 @@ def titles(topic: str) -> list[str]:
 
 
 def codes() -> list[str]:
-    """Return every code that has a section or a row: those of the findings, then those of other verbs."""
-    known = [title for topic in CATALOGUES for title in titles(topic)]
-    known += [code for topic in TABLES for code in rows(topic)]
+    """Return every code that has a section or a row."""
+    known = [*titles(CATALOGUE), *(code for topic in TABLES for code in rows(topic))]
     return list(dict.fromkeys(code for code in known if re.fullmatch(_CODE, code)))
 
 
@@ -104,12 +103,9 @@ def rows(topic: str) -> dict[str, str]:
 
 
 def explanation(code: str) -> str | None:
-    """Return the section and rows about a code. Where ``check`` and ``doctor`` share it, the section of ``check``."""
-    sections = [text for topic in CATALOGUES if (text := section(topic, code)) is not None][:1]
-    return (
-        "\n".join([*sections, *(rows(topic)[code] for topic in TABLES if code in rows(topic))])
-        or None
-    )
+    """Return the section and the rows about a code; None where it is unknown."""
+    texts = [section(CATALOGUE, code), *(rows(topic).get(code) for topic in TABLES)]
+    return "\n".join(text for text in texts if text is not None) or None
 
 
 def closest(word: str, known: list[str]) -> str:

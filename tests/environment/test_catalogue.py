@@ -14,7 +14,7 @@ from ckptfix.environment.doctor import CODES, TOPICS
 from tests.environment.building import facts
 from tests.environment.cases import CASES
 
-PAGE = Path(__file__).parents[2] / "ckptfix/manual/doctor.md"
+PAGE = Path(__file__).parents[2] / "ckptfix/manual/codes.md"
 
 
 def test_codes_are_unique_kebab_case() -> None:
