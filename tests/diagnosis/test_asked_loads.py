@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from ckptfix.checkpoint.architectures import Architecture
 from ckptfix.cli import run
 from ckptfix.devices.reload import oracle
 from ckptfix.devices.reload.oracle import ask
+from ckptfix.diagnosis.loads import loaders
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
+from ckptfix.hardware import Child
 from ckptfix.storage.stores import open_store
 from tests.benchmarks.loads import (
     DAMAGES,
@@ -68,6 +70,30 @@ SAMPLE = [
     ("experts", "healthy"),
     ("experts", "a key dropped"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Ask one process in all checks: the import of torch, transformers and diffusers takes 10 s.
+
+    The tests that start ckptfix as a command have a process for each.
+    """
+    started: dict[object, Child] = {}
+
+    class Kept(Child):
+        def close(self) -> None:
+            """Leave the process to the next check."""
+
+    def child(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Child:
+        names = environment.keys() - {"PYTEST_CURRENT_TEST"}
+        key = (*command, *((name, environment[name]) for name in sorted(names)))
+        return started.setdefault(key, Kept(command, seconds, environment))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loaders, "Child", child)
+        yield
+    for each in started.values():
+        Child.close(each)
 
 
 @pytest.mark.slow
