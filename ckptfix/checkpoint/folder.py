@@ -123,7 +123,7 @@ class NameScope(NamedTuple):
     def __str__(self) -> str:
         kind = "" if self.kind == "state dict" else self.kind
         where = "".join(f"[{step!r}]" for step in self.path)
-        return f"{where} {kind}".strip()
+        return where if not kind else f"the {kind} at {where}" if where else f"the {kind}"
 
 
 class Component(Struct, frozen=True, kw_only=True):

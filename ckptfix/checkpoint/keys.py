@@ -238,7 +238,7 @@ def fitting(chain: tuple[str, ...]) -> str:
     if not chain:
         return "the bare model"
     return (
-        "a model in one DistributedDataParallel"
+        "a model wrapped once in DistributedDataParallel"
         if chain == DDP_CHAIN
         else f"a model with keys that begin with '{dotted(chain)}'"
     )

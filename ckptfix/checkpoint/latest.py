@@ -68,7 +68,7 @@ from ckptfix.wording import count_of
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near the end"
 _WEIGHTS_ALONE = (
-    f"only weights: a resume also needs {_STATES} (save_state) or {TRAINER_STATE} (Trainer)"
+    f"only weights; a resume also needs {_STATES} (save_state) or {TRAINER_STATE} (Trainer)"
 )
 _PLAIN_DCP = (
     "a torch.distributed.checkpoint folder, which dcp.load reads but load_state and the Trainer do "

@@ -36,7 +36,8 @@ from ckptfix.storage.executor import Executor
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the run's models, to name the parameters that DDP optimizers only number.",
+    help="A function that returns the run's models: DDP optimizers store no parameter names, the "
+    "models supply them.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Also list equal tensors.")
 @click.option(

@@ -18,7 +18,7 @@ from ckptfix.storage.results import PartialResults, default_folder
 @click.argument("path", metavar="DIR", type=PATH)
 def merge_command(path: str, report: Report) -> int:
     """Print the command that combines the results of shares: the same one without --shard."""
-    step = "run the command of the shares again, without --shard"
+    step = "run the same command as for the shares, without --shard"
     for folder in (Path(path), default_folder(Path(path))) if not is_url(path) else ():
         if (request := PartialResults(folder).request()) is not None:
             here = request.directory == os.getcwd()
@@ -26,6 +26,6 @@ def merge_command(path: str, report: Report) -> int:
             step = f"{there}{end_of(request, Path(os.path.abspath(folder)))}"
             break
     raise UsageError(
-        "merge was removed in 0.6.0: the command of the shares, without --shard, combines their "
+        "merge was removed in 0.6.0; run the shares' command without --shard to combine their "
         f"results; next: {step}"
     )

@@ -93,7 +93,7 @@ from ckptfix.wording import escape
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace DST, if migrate wrote it, once the new folder is complete.",
+    help="Replace DST once the new folder is complete; only if migrate wrote DST.",
 )
 @click.option(
     "--allow-damage",

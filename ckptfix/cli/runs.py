@@ -252,8 +252,8 @@ class Runs:
         # Uploads of many files at once have times in any order.
         elif seconds > _AT_ONCE and not other_run and not is_of_listing(run):
             saved_later = (
-                f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer, as after "
-                "a second run in this folder or a copy"
+                f"the files of {name} are {count_of(int(seconds // 60), 'minute')} newer; likely "
+                "causes: a second run in this folder, or a copy"
             )
         return Resume(
             run=run, checkpoint=best, problem=problem, is_doubted=is_doubted, clean=clean,

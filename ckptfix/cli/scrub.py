@@ -57,7 +57,7 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.option(
     "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
     help=(
-        "How much to read of the files that have digests in a manifest. P%: the next part each "
+        "Share of the files with digests to read. P%: the next P% of them each "
         "night; 0%: none."
     ),
 )  # fmt: skip
@@ -87,7 +87,7 @@ def scrub_command(
     paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None,
     state_file: str | None, shard: str | None, html: str | None, report: Report,
 ) -> int:  # fmt: skip
-    """Check a fleet of checkpoints, and its data over many nights.
+    """Check many checkpoints, and read all their data over several nights.
 
     Checks every checkpoint as check does, and compares part of the files with the digests that seal
     wrote. A state file records what was read and when. Each run continues where the last one
@@ -189,7 +189,7 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
     since = moment(scrub.since)[:16].replace("T", " ")
     if scrub.kept:
         many = count_of(scrub.kept, "checkpoint")
-        yield line(f"skipped: {many}, unchanged since the last check (after {since})")
+        yield line(f"skipped: {many}, unchanged, and checked after {since}")
     if gone:
         yield line(f"gone since the last run: {count_of(gone, 'checkpoint')}")
     if scrub.without_digests:

@@ -21,7 +21,7 @@ from ckptfix.repairs.undo import UndoReceipt, undo
     is_flag=True,
     help=(
         "For journals of ckptfix 0.4.0 and for killed repairs: accept files with a new "
-        "modification time but the same size and ends."
+        "modification time but the same size, first bytes and last bytes."
     ),
 )
 @TRANSFER

@@ -110,7 +110,8 @@ def reload(
             result = told(result)
         show(result.lines())
         if data_status:
-            show([line("--data found problems; they are listed above the reload", colour="red")])
+            words = "--data found problems; they are listed above the results of the reload"
+            show([line(words, colour="red")])
         document["reload"] = result.as_json()
         status = max(data_status, result.status)
     if html is not None:
@@ -244,16 +245,17 @@ def _unfit(params: Mapping[str, Any]) -> str:
 @click.option(
     "--model", metavar="MODULE:FACTORY",
     help="A function that returns the model, or (model, inputs). Default: the class that config.json names. With "
-    "--against, it names the parameters that DDP optimizers only number.",
+    "--against, its models supply the parameter names that DDP optimizers do not store.",
 )  # fmt: skip
 @click.option(
     "--repeats", type=click.IntRange(min=1), metavar="N",
-    help=f"How often to run the split model each way (default: {_REPEATS}; once without a GPU).",
+    help="Number of runs of the split model with direct and with staged copies (default: "
+    f"{_REPEATS} of each; 1 without a GPU).",
 )  # fmt: skip
 @click.option(
     "--require-transfer-proof",
     is_flag=True,
-    help="Count transfers that were not exercised as failed.",
+    help="Treat transfers that were not exercised as failures.",
 )
 @click.option(
     "--html",

@@ -284,7 +284,8 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
             "dcp.load" if plan.options.to is Format.DCP else "load_state with pytorch_model.bin"
         )
         words.append(
-            "tied weights may lack their second key: safetensors files leave it out, no manifest "
+            "whether tied weights lack their second key: safetensors files leave it out, no "
+            "manifest "
             f"of a guarded save lists it, and {reader} needs every key; if a key is missing, save "
             "the source again with ckptfix.Accelerator, or load it into its model and save the "
             "model"

@@ -497,8 +497,10 @@ def planned_model(
         raise _not_carried(weights)
     if weights.nested:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.nested)}: dicts that contain tensors, next to "
-            "tensors that are read as the model; next: load the file with torch, and save only "
+            f"{weights.label}: {list_names(weights.nested)}: nested dicts of tensors, which the "
+            "new "
+            "model cannot store next to its own tensors; next: load the file with torch, and save "
+            "only "
             "the model's state dict"
         )
     if weights.opaque and not options.drop_opaque:

@@ -42,12 +42,14 @@ _NEW_CYCLE = (
 )
 _STEP_STAYS = (
     "random_states_*.pkl: copied unchanged, with accelerator.step = {step}, which counts batches "
-    "within gradient accumulation; if gradient_accumulation_steps does not divide it, the first "
+    "within gradient accumulation; unless it is a multiple of gradient_accumulation_steps, the "
+    "first "
     "step uses fewer batches; next, unless the guard of ckptfix resumes the run: set "
     "accelerator.step = 0 after load_state"
 )
 _BY_HAND = (
-    "use Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, "
+    "use Accelerator(step_scheduler_with_optimizer=False), and when accelerator.sync_gradients is "
+    "true, "
     "call scheduler.step()"
 )
 
@@ -177,14 +179,17 @@ def _other_paces(
     position, steps = _count(path, "last_epoch"), _steps_of(state)
     if position is not None and steps and position == steps and before > 1:
         return  # the script has it advanced by 1 at each step
-    shown = f"at step {position}" if position is not None else "at an unknown step"
+    shown = (
+        f"at {'an unknown scheduler step' if position is None else f'scheduler step {position}'}"
+    )
     if steps:
         shown += f" after {count_of(steps, 'optimizer step')}"
     is_known = position is not None and steps and position == steps * before and before > 1
     unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
     if position and steps and not is_known and position % steps == 0:
         unless += (
-            f" and advances it by {position // steps} at each step, which these numbers suggest"
+            f" (the saved steps suggest that the script advances it by {position // steps} each "
+            "time)"
         )
     if before != processes:
         yield (
@@ -195,10 +200,11 @@ def _other_paces(
         )
     if strategy not in BY_TORCH and before > 1 and not (state and _has_scheduler(state)):
         yield (
-            f"{path.name}: {shown}, because Accelerate advanced it by {before} at each "
+            f"{path.name}: {shown}; Accelerate advanced it by {before} at each "
             f"step{unless}; a scheduler owned by DeepSpeed's engine (from ds_config, or a "
-            "DummyScheduler) would continue from there by 1 at each step; next: prepare() a torch "
-            "scheduler in the script, which continues as before"
+            "DummyScheduler) would continue from there, but advance by only 1 at each step; next: "
+            "prepare() a torch "
+            "scheduler in the script; it continues as before"
         )
 
 
@@ -268,7 +274,7 @@ def out_of_engines(
             if processes > 1 and not names.is_trainer:
                 warnings.append(
                     f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, but "
-                    f"Accelerate advances it once per process, by {processes} from now on, "
+                    f"Accelerate will advance it by {processes} (once per process), "
                     f"{_ONCE_PER_PROCESS}; next, if the total batch size of a step does not "
                     f"change: {_BY_HAND}"
                 )

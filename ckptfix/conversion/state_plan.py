@@ -244,8 +244,9 @@ class _Planning:
         if self._unordered:
             yield (
                 f"whether the parameters of {list_names(self._unordered)} are in the model's "
-                "order (not so under FSDP1 without use_orig_params): the loader of "
-                f"{self._strategy.value} matches by position, and the weights are in alphabetical "
+                "order: FSDP1 without use_orig_params uses a different one, the loader of "
+                f"{self._strategy.value} matches by position, and weights sorted by name do not "
+                "show the "
                 "order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
                 "(model, optimizer) of the new run"
             )
@@ -260,7 +261,7 @@ class _Planning:
         if counted:
             yield (
                 f"whether the script passed parameters to {list_names(counted)} in the model's "
-                "order, from which their names are taken; next, to be sure: --model "
+                "order, as ckptfix assumed to name them; next, to be sure: --model "
                 "MODULE:FACTORY with a factory that returns (model, optimizer)"
             )
 
@@ -348,8 +349,10 @@ class _Planning:
             self.warnings.append(
                 f"{state.label}: {count_of(len(frozen), 'frozen parameter')} "
                 f"({list_names(frozen)}): DeepSpeed leaves frozen parameters out of its param "
-                "groups; if the script passes them to its optimizer, loading fails, or FSDP assigns "
-                "moments to the wrong parameters; next, in that case: --model MODULE:FACTORY with a "
+                "groups; if the script passes them to its optimizer, loading fails, or FSDP "
+                "assigns "
+                "moments to the wrong parameters; next, in that case: --model MODULE:FACTORY with "
+                "a "
                 "factory that returns (model, optimizer)"
             )
 

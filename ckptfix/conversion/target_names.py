@@ -289,11 +289,14 @@ def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Othe
         if files is not None and journal.parent not in changed and taken(journal) is None:
             carried += files
         elif files != [journal.parent / RECEIPT]:
-            why = "it describes the files of its folder, and these are not copied unchanged"
+            why = "it describes the old files of its folder, and the migration changes them"
             left.append(
                 LeftOut(
                     str(journal),
-                    why if files is not None else "it contains more than regular files of ckptfix",
+                    why
+                    if files is not None
+                    else "it contains files that ckptfix did not write, or that are not regular "
+                    "files",
                 )
             )
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]

@@ -104,7 +104,7 @@ def incomplete(
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost_states[0]),
                 missing=lost_states,
-                known_by=f"{there} exists",
+                known_by=f"{there} shows that at least {max(shown_by) + 1} processes saved",
                 by_rank=True,
             )
     # A script that prepares the scheduler alone may save its optimizer itself: the checkpoints next
@@ -120,7 +120,7 @@ def incomplete(
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost),
                 missing=(lost,),
-                known_by=f"{name} exists",
+                known_by=f"{name} shows that the run had an optimizer",
                 of_trainer=of_trainer,
             )
     if (
@@ -425,7 +425,8 @@ def _lost_configs(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
             kind: type[LostModelFiles] = LostConfig
             if near:
                 kind = LostModelFiles if any(CONFIG in files for files in near) else ConfiglessModel
-            yield kind(path=lost, missing=(str(lost),), known_by=f"{path / weights} exists")
+            known_by = f"save_pretrained writes it next to {path / weights}"
+            yield kind(path=lost, missing=(str(lost),), known_by=known_by)
 
 
 def _is_of_diffusers(name: str) -> bool:

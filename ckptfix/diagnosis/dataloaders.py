@@ -33,7 +33,8 @@ def unjudged_loaders(case: Case) -> Iterator[str]:
             and state_problem(component.name, content) is None
         ):
             yield (
-                f"{component.path}: not a state of torchdata's StatefulDataLoader, which would fail "
+                f"{component.path}: not a state of torchdata's StatefulDataLoader; a load of it "
+                "fails "
                 "at its first batch"
             )
 

@@ -128,7 +128,10 @@ def unread_bytes(case: Case) -> Iterator[str]:
     sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
     if sampled:
         pairs = count_of(sampled, "pair")
-        yield f"{pairs} in full: compared by samples only; ckptfix check --data reads every byte"
+        yield (
+            f"{pairs} of equal files, byte by byte: only samples were compared; ckptfix check "
+            "--data reads all"
+        )
     if case.is_file:
         compares = f"{command('check', folder.root)} compares them"
         yield (
@@ -166,8 +169,8 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     compared = "check -r of the run compares the checkpoint with its neighbours; " * is_compared
     if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
         yield (
-            f"{OF_ONE_SAVE}: files do not record their save, and most saves do not list their "
-            f"files; {compared}only digests that are sealed right after each save prove it"
+            f"{OF_ONE_SAVE}: no file records which save wrote it, and most saves do not list their "
+            f"files; {compared}only a seal right after each save proves it"
         )
 
 

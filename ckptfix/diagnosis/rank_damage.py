@@ -175,6 +175,7 @@ def unchecked_parts(case: Case) -> Iterator[str]:
         has_hole = any(tensor.problem for tensor in group.parted_tensors)
         if not has_hole and (absent := absent_files(group.members)):
             yield (
-                f"files that one rank has and another lacks: {list_names(map(str, absent))}; no "
+                f"whether {list_names(map(str, absent))} should exist: other ranks have such "
+                "files, but no "
                 "tensor has a gap, and a rank without parts saves no file"
             )

@@ -115,7 +115,8 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
             )
         next_step = commands_for(checkpoints, verb, after) or next_step
     raise UsageError(
-        f"{folder.root} has no checkpoint files, but {names}: name one of them; {next_step}"
+        f"{folder.root} has no checkpoint files, but {names}; name the one that is a checkpoint; "
+        f"{next_step}"
     )
 
 

@@ -145,7 +145,7 @@ def incomplete_of_trainer(
         yield IncompleteCheckpoint(
             path=PurePosixPath(ADAPTER),
             missing=(ADAPTER,),
-            known_by=f"{adapter} exists",
+            known_by=f"PEFT needs it to load {adapter}",
             of_trainer=bool(own),
         )
     # The weights of an adapter that was merged are often deleted without its config.
@@ -160,7 +160,7 @@ def incomplete_of_trainer(
         yield LostAdapter(
             path=PurePosixPath(_ADAPTER_WEIGHTS),
             missing=(_ADAPTER_WEIGHTS,),
-            known_by=f"{ADAPTER} exists",
+            known_by=f"{ADAPTER} describes an adapter",
         )
     # PEFT finds no adapter in the file, and transformers 5.23's Trainer resumes with new weights.
     if (
@@ -185,7 +185,9 @@ def incomplete_of_trainer(
         and not is_hidden
     ):
         yield IncompleteCheckpoint(
-            path=PurePosixPath(CONFIG), missing=(CONFIG,), known_by=f"{GENERATION} exists"
+            path=PurePosixPath(CONFIG),
+            missing=(CONFIG,),
+            known_by=f"save_pretrained writes it with {GENERATION}",
         )
     states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
@@ -287,7 +289,7 @@ def _weights_lost_by_trainer(
     return IncompleteCheckpoint(
         path=PurePosixPath(lost),
         missing=(lost,),
-        known_by=f"{own[shown]} exists, but no file with weights",
+        known_by=f"{own[shown]} shows that the Trainer saved here, but no file has weights",
         of_trainer=True,
     )
 
@@ -326,7 +328,7 @@ def _lost_by_trainer(
     return IncompleteCheckpoint(
         path=PurePosixPath(missing[0]),
         missing=missing,
-        known_by=f"{there} exists",
+        known_by=f"{there} shows that the Trainer saved its states here",
         by_rank=by_rank,
         of_trainer=True,
     )

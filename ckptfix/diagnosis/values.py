@@ -252,7 +252,7 @@ _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECA
 """
 
 
-_COPY = "copy the file again from where it came, or resume from an older checkpoint"
+_COPY = "copy the file again from its source, or resume from an older checkpoint"
 ADVICE = {
     "nonfinite": (
         "resume from a checkpoint from before the values were lost; if this is a copy and its "

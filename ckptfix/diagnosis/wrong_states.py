@@ -276,7 +276,7 @@ def diagnose_wrong_folders(case: Case) -> Iterator[WrongState]:
         )
 
 
-_COPY_FOLDER = "copy the folder again from where it came, or use an older checkpoint"
+_COPY_FOLDER = "copy the folder again from its source, or use an older checkpoint"
 _EXPECTED = {Role.MODEL: Content.MODEL, Role.OPTIMIZER: Content.OPTIMIZER}
 
 _NOUNS = {
@@ -451,7 +451,7 @@ def unread_states(case: Case) -> Iterator[str]:
             yield f"whether {path} lost its {key!r}: it is {holds}"
 
 
-OF_KEYS = "keys and shapes against the model of the script"
+OF_KEYS = "whether keys and shapes match the script's model"
 """Beginning of the sentence about what no file of a checkpoint shows."""
 
 

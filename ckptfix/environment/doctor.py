@@ -93,7 +93,7 @@ def _not_read(facts: Facts) -> Iterator[str]:
         yield "effects of the script's imports, and of its functions when they are called"
         yield from (f"{facts.script.path}: {cell}" for cell in facts.script.unread)
         if facts.script.uses.options is None:
-            yield "the script's own options: it does not read them only with argparse or click"
+            yield "the script's own options: it also reads options without argparse and click"
     if facts.launch is not None and not facts.launch.is_accelerate:
         yield f"options of {facts.launch.launcher}: only those of accelerate launch are known"
     if facts.folder is not None and facts.folder.unread:

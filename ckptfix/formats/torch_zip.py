@@ -537,7 +537,8 @@ def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord | None:
     record = records.get(_folded(name))
     if record is not None and record.name != name:
         raise FormatError(
-            f"the zip record {record.name!r} differs only in case from {name!r}, so torch reads it"
+            f"the zip record {record.name!r} has the name {name!r} in other case, and torch reads "
+            "it instead"
         )
     return record
 

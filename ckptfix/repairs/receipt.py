@@ -96,9 +96,9 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             advice = (
                 *advice,
                 (
-                    "this repair is wrong if a script loads the file itself with "
-                    "load_state_dict: the script needs the old keys, and with strict=False it "
-                    "reports no error without them"
+                    "undo this repair if a script loads the file itself with "
+                    "load_state_dict: that script needs the old keys, and strict=False hides "
+                    "that they are missing"
                 ),
             )
         # Before a repair the finding says so, and a repaired copy has nothing to undo.

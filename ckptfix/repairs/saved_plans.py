@@ -77,7 +77,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
         )
         if difference := next(self._differences(plan), None):
             done = (
-                "an interrupted earlier run was rolled back, nothing else"
+                "an interrupted earlier run was rolled back; nothing else"
                 if plan.recovered
                 else "nothing"
             )

@@ -107,8 +107,9 @@ def undo(
             if not others:
                 raise UsageError(f"{target.path}: there is no repair to undo")
             raise UsageError(
-                f"{target.path}: there is no repair to undo, but there is one of "
-                f"{', '.join(others)}"
+                f"{target.path}: there is no repair of this path to undo; its journal has a repair "
+                "of "
+                f"{', '.join(others)}; name that path instead"
             )
         last = done[-1]
         if is_elsewhere(target.root, last):

@@ -311,7 +311,8 @@ class _Plan:
             elif not isinstance(value, StoredTensor) or value.shape != shapes[name]:
                 have = list(value.shape) if isinstance(value, StoredTensor) else "no tensor"
                 raise OperationError(
-                    f"{label}: its shape is not its parameter's (expected {list(shapes[name])}, "
+                    f"{label}: its shape differs from that of its parameter (expected "
+                    f"{list(shapes[name])}, "
                     f"found {have}); ZeRO partitions states like parameters, but 8-bit optimizers, "
                     "Adafactor and Shampoo have other shapes; next: --to ddp, fsdp or fsdp-full"
                 )

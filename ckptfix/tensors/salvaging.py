@@ -32,7 +32,7 @@ from ckptfix.tensors.single_files import (
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor
 
 _BLOCK = 1 << 20
-_BESIDE = "it is outside the state dicts of modules, and only those are saved"
+_BESIDE = "salvage keeps only the state dicts of modules, and this is outside them"
 BEHIND = "bytes are left out: they follow the last tensor, which no safetensors reader accepts"
 """The words that follow the number of bytes at the end of a safetensors file."""
 

@@ -276,7 +276,7 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     @property
     def summary(self) -> str:
         """One line: how many tensors of each outcome there are."""
-        models = _counted(self.tensors()) or "no tensors"
+        models = f"model tensors: {_counted(self.tensors()) or 'none'}"
         if not self.optimizers:
             return models
         values = sum(one.values for one in self.optimizers)

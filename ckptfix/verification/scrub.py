@@ -37,7 +37,6 @@ from ckptfix.verification.verify_report import Outcome, after_colon, judge
 from ckptfix.wording import (
     Line,
     Printable,
-    count_of,
     escape,
     human_size,
     line,
@@ -137,7 +136,7 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
         since = f" (since {moment(self.oldest)[:10]})" if self.before else ""
         stopped = f" ({self.stopped} stopped halfway)" if self.stopped else ""
         return (
-            f"{self.read} of {count_of(self.files, 'file')} with digests read in this run "
+            f"files with digests: {self.read} of {self.files} read in this run "
             f"({human_size(self.read_bytes)} of {human_size(self.nbytes)}), {self.before} "
             f"earlier{since}, {self.never} never{stopped}"
         )

@@ -121,7 +121,7 @@ def _about(data: Mapping[str, Any] | None) -> str:
         return "no digests, so the data cannot be checked"
     read = data["files"] - data["never"]
     since = f" since {str(data['oldest'])[:10]}" if read else ""
-    return f"{read} of {count_of(data['files'], 'file')} with digests read{since}"
+    return f"files with digests: {read} of {data['files']} read{since}"
 
 
 def _said(look: Look) -> Iterator[str]:

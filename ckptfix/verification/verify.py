@@ -331,7 +331,7 @@ def structure(
     unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
     return Structure(
         report.all_findings,
-        tuple(f"structure: {words}" for words in unseen),
+        tuple(unseen),
         report.all_unfinished,
         tuple(dict.fromkeys(records)),
     )
@@ -538,8 +538,7 @@ def _not_looked_at(
         beside = [
             name
             for name in contents.beside()
-            if name not in read
-            and not any(words.startswith(f"structure: {name}: ") for words in told)
+            if name not in read and not any(words.startswith(f"{name}: ") for words in told)
         ]
         if beside:
             files = count_of(len(beside), "weight file")

@@ -63,8 +63,8 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
     assert (
         lines[-2]
         == "not checked: values of tensors, checksums of tensor records in torch zip files, "
-        "whether all files belong to one save, keys and shapes against the model of the script, "
-        "2 pairs in full; for details: ckptfix check -v -r "
+        "whether all files belong to one save, whether keys and shapes match the script's model, "
+        "2 pairs of equal files; for details: ckptfix check -v -r "
         f"{runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
@@ -81,8 +81,8 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
     unchecked = [line for line in lines if line.startswith("not checked")]
     assert lines[-1 - len(unchecked) : -1] == unchecked
     assert (
-        "not checked: 2 pairs in full: compared by samples only; ckptfix check --data reads every "
-        "byte" in unchecked
+        "not checked: 2 pairs of equal files, byte by byte: only samples were compared; ckptfix "
+        "check --data reads all" in unchecked
     )
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)
     assert "  model      lone.safetensors: 1 tensor, U8, 1 B" in lines

@@ -840,9 +840,12 @@ def test_the_old_verb_says_what_to_type(tmp_path: Path, where: str) -> None:
         refused = run("merge", results)
         step = f"cd {tmp_path} && ckptfix verify {folder} --partial {results}"
     else:
-        refused, step = run("merge", folder), "run the command of the shares again, without --shard"
+        refused, step = (
+            run("merge", folder),
+            "run the same command as for the shares, without --shard",
+        )
     assert refused.returncode == 2
-    assert refused.stderr.endswith(f"without --shard, combines their results; next: {step}\n")
+    assert refused.stderr.endswith(f"without --shard to combine their results; next: {step}\n")
     assert "merge" not in run("--help").stdout
 
 

@@ -230,6 +230,7 @@ def test_equal_sizes_are_no_reason_of_an_undo_that_is_refused(tmp_path: Path) ->
     data[-1] ^= 1
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(
-        ChangedError, match=r"changed since repair 1 \(.*sha256 of its ends: expected"
+        ChangedError,
+        match=r"changed since repair 1 \(.*sha256 of its first and last bytes: expected",
     ):
         undo(tmp_path)

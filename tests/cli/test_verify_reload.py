@@ -260,9 +260,12 @@ def test_what_data_finds_fails_although_the_reload_holds(
     assert run([*arguments, "--data", "--html", str(page)]) == 1
     out = capsys.readouterr().out
     assert "warning nonfinite: optimizer.bin: 'exp_avg of parameter 0'" in out
-    assert out.splitlines()[-2] == "--data found problems; they are listed above the reload"
+    assert (
+        out.splitlines()[-2]
+        == "--data found problems; they are listed above the results of the reload"
+    )
     text = Page(page.read_text(encoding="utf-8")).text
-    assert "--data found problems; they are listed above the reload" in text
+    assert "--data found problems; they are listed above the results of the reload" in text
     assert "optimizer.bin: 'exp_avg of parameter 0'" in text
     assert run([*arguments, "--data", "--json"]) == 1
     assert printed(capsys)["reload"]["verdict"] == "no fault found in what was exercised"
@@ -296,7 +299,7 @@ def test_data_of_a_damaged_checkpoint_is_read_and_its_reload_skipped(
 @pytest.mark.parametrize(
     ("size", "step"),
     [
-        (300, "next: copy the file again from where it came, or use an older checkpoint"),
+        (300, "next: copy the file again from its source, or use an older checkpoint"),
         (600, "next, to recover what is intact: ckptfix salvage {0} NEW_FOLDER"),
     ],
 )

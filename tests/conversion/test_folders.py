@@ -259,7 +259,7 @@ def test_a_dict_of_tensors_is_never_dropped_as_no_tensor(
     tmp_path: Path, drop: bool, inner: object
 ) -> None:
     torch.save({"model": inner, "loss": torch.tensor(0.3)}, tmp_path / "a.pt")
-    with pytest.raises(OperationError, match=r"'model': dicts that contain tensors") as caught:
+    with pytest.raises(OperationError, match=r"'model': nested dicts of tensors") as caught:
         migrate(tmp_path / "a.pt", tmp_path / "b", to="bin", drop_opaque=drop)
     assert "--drop-opaque" not in str(caught.value)
 

@@ -39,7 +39,7 @@ def test_fewer_processes(tmp_path: Path) -> None:
         "random_states_3.pkl",
         "accelerator.step = 3 in the random states",
     ]
-    assert "at step 6 after 3 optimizer steps; " in receipt.warnings[0]
+    assert "at scheduler step 6 after 3 optimizer steps; " in receipt.warnings[0]
     assert "by 4 so far, by 2 from now on), unless" in receipt.warnings[0]
 
 
@@ -286,8 +286,8 @@ def test_a_scheduler_that_counted_once_for_all_processes_is_named(
         tmp_path / "between", tmp_path / "new", to="fsdp", state="all", processes=processes
     )
     words = (
-        "advanced this scheduler by 1 at each step, but Accelerate advances it once per process, "
-        "by 3 from now"
+        "advanced this scheduler by 1 at each step, but Accelerate will advance it by 3 (once per "
+        "process)"
     )
     assert len([one for one in receipt.warnings if words in one]) == (processes > 1)
 
@@ -307,20 +307,24 @@ def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(
     tmp_path: Path,
 ) -> None:
     (words,) = paces(tmp_path, 6, "ddp", before=2, processes=4)
-    assert words.startswith("scheduler.bin: copied unchanged, at step 6 after 3 optimizer steps; ")
+    assert words.startswith(
+        "scheduler.bin: copied unchanged, at scheduler step 6 after 3 optimizer steps; "
+    )
     assert (
         "(by 2 so far, by 4 from now on); next, if the total batch size of a step does not "
         "change: " in words
     )
-    assert words.endswith(" and, if accelerator.sync_gradients, call scheduler.step() 2 times")
+    assert words.endswith(
+        " and when accelerator.sync_gradients is true, call scheduler.step() 2 times"
+    )
 
 
 def test_a_script_that_advances_a_scheduler_by_hand_is_told_to_go_on_so(tmp_path: Path) -> None:
     """As the receipt of an earlier migration, from four processes to two, said it should."""
     (words,) = paces(tmp_path, 12, "ddp", before=2, processes=1)
     assert (
-        "step_scheduler_with_optimizer=False and advances it by 4 at each step, which these "
-        "numbers suggest" in words
+        "step_scheduler_with_optimizer=False (the saved steps suggest that the script advances it "
+        "by 4 each time)" in words
     )
 
 
@@ -330,12 +334,10 @@ def test_a_scheduler_that_advances_once_per_process_is_named_where_an_engine_tak
 ) -> None:
     (words,) = paces(tmp_path, 6, to, before=2, processes=2)
     assert (
-        "at step 6 after 3 optimizer steps, because Accelerate advanced it by 2 at each step; a "
+        "at scheduler step 6 after 3 optimizer steps; Accelerate advanced it by 2 at each step; a "
         "scheduler" in words
     )
-    assert words.endswith(
-        "next: prepare() a torch scheduler in the script, which continues as before"
-    )
+    assert words.endswith("next: prepare() a torch scheduler in the script; it continues as before")
 
 
 @pytest.mark.parametrize(

@@ -483,7 +483,7 @@ def test_the_order_that_names_rest_on_is_said(tmp_path: Path, has_optimizer: boo
     said = [
         words
         for words in receipt.not_checked
-        if "in the model's order, from which their names are taken" in words
+        if "in the model's order, as ckptfix assumed to name them" in words
     ]
     assert len(said) == (not has_optimizer)
 

@@ -276,7 +276,7 @@ def test_weights_of_a_variant_are_found_with_that_variant_alone(
     assert Qwen2ForCausalLM.from_pretrained(str(folder), variant=variant)
     report = verify_reload(folder)
     assert report.status == 0, str(report)
-    assert ("only with variant='fp16'" in str(report)) == (variant is not None)
+    assert ("must pass variant='fp16'" in str(report)) == (variant is not None)
 
 
 def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(

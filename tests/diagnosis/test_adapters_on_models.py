@@ -37,7 +37,7 @@ def test_the_config_of_an_adapter_without_its_weights_is_told(merged: Path) -> N
         transformers.AutoModelForCausalLM.from_pretrained(merged)
     report = check(merged)
     assert [str(finding) for finding in report.findings] == [
-        f"{WEIGHTS} is missing: adapter_config.json exists"
+        f"{WEIGHTS} is missing: adapter_config.json describes an adapter"
     ]
     assert "move adapter_config.json out of the folder" in report.findings[0].advice
     (merged / "adapter_config.json").unlink()

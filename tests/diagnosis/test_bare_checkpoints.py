@@ -637,7 +637,7 @@ def test_the_command_for_each_checkpoint_of_a_run_is_named(
         assert status == 2
         after = "".join(f" {word}" for word in arguments)
         assert err.rstrip().endswith(
-            f"name one of them; next: ckptfix {verb} {place}/checkpoint-5{after}; "
+            f"name the one that is a checkpoint; next: ckptfix {verb} {place}/checkpoint-5{after}; "
             f"ckptfix {verb} {place}/checkpoint-10{after}"
         )
         assert not (tmp_path / "new").exists()

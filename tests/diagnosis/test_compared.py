@@ -129,7 +129,7 @@ def test_a_script_gains_or_loses_an_object(
     assert lacking == unsure
     for number in lacking:
         (finding,) = check(checkpoints[number]).findings
-        assert "ignore this if the script has no such object" in finding.advice
+        assert "if the script has no such object, ignore this" in finding.advice
         accelerator = prepared(tmp_path, averages=averages[number])
         accelerator.load_state(str(checkpoints[number]))
 

@@ -64,10 +64,13 @@ def test_a_complete_checkpoint_has_nothing_to_say(tmp_path: Path, source: str) -
 
 def test_a_rank_is_missing(tmp_path: Path) -> None:
     root = make(tmp_path / "checkpoint", without=["random_states_0.pkl"])
-    assert incomplete(root) == ["random_states_0.pkl is missing: random_states_1.pkl exists"]
+    assert incomplete(root) == [
+        "random_states_0.pkl is missing: random_states_1.pkl shows that at least 2 processes saved"
+    ]
     shutil.copy(root / "random_states_1.pkl", root / "random_states_3.pkl")
     assert incomplete(root) == [
-        "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl exists"
+        "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl shows that at "
+        "least 4 processes saved"
     ]
 
 
@@ -91,7 +94,9 @@ def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> No
 
 def test_a_scheduler_without_an_optimizer(tmp_path: Path) -> None:
     root = make(tmp_path / "checkpoint", "custom-object", without=["optimizer.bin"])
-    assert incomplete(root) == ["optimizer.bin is missing: scheduler.bin exists"]
+    assert incomplete(root) == [
+        "optimizer.bin is missing: scheduler.bin shows that the run had an optimizer"
+    ]
 
 
 def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_path: Path) -> None:
@@ -101,7 +106,9 @@ def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_p
     assert any(words.startswith("optimizers: none saved") for words in check(root).not_checked)
     ranks = make(tmp_path / "b", without=["random_states_0.pkl"])
     assert seal(ranks).written
-    assert incomplete(ranks) == ["random_states_0.pkl is missing: random_states_1.pkl exists"]
+    assert incomplete(ranks) == [
+        "random_states_0.pkl is missing: random_states_1.pkl shows that at least 2 processes saved"
+    ]
 
 
 def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
@@ -119,8 +126,8 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     assert no_states.status == 0
     assert no_states.understood.problems == (
         (
-            "random states: none saved; load_state restores everything else, but not the random "
-            "generators and the step"
+            "random states: none saved; load_state restores everything except the random "
+            "generators and accelerator.step"
         ),
     )
     assert not any(words.startswith("random states") for words in no_states.not_checked)
@@ -325,17 +332,29 @@ def test_a_complete_checkpoint_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("without", "missing"),
     [
-        (["trainer_state.json"], "trainer_state.json is missing: rng_state_1.pth exists"),
-        (["scheduler.pt"], "scheduler.pt is missing: rng_state_1.pth exists"),
-        (["optimizer.pt"], "optimizer.pt is missing: scheduler.pt exists"),
+        (
+            ["trainer_state.json"],
+            "trainer_state.json is missing: rng_state_1.pth shows that the Trainer saved its states here",
+        ),
+        (
+            ["scheduler.pt"],
+            "scheduler.pt is missing: rng_state_1.pth shows that the Trainer saved its states here",
+        ),
+        (
+            ["optimizer.pt"],
+            "optimizer.pt is missing: scheduler.pt shows that the run had an optimizer",
+        ),
         (
             ["optimizer.pt", "scheduler.pt"],
-            "optimizer.pt, scheduler.pt are missing: rng_state_1.pth exists",
+            "optimizer.pt, scheduler.pt are missing: rng_state_1.pth shows that the Trainer saved its states here",
         ),
-        (["rng_state_0.pth"], "rng_state_0.pth is missing: rng_state_1.pth exists"),
+        (
+            ["rng_state_0.pth"],
+            "rng_state_0.pth is missing: rng_state_1.pth shows that the Trainer saved its states here",
+        ),
         (
             ["rng_state_0.pth", "rng_state_1.pth"],
-            "rng_state.pth is missing: optimizer.pt exists",
+            "rng_state.pth is missing: optimizer.pt shows that the Trainer saved its states here",
         ),
     ],
 )
@@ -358,7 +377,9 @@ def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(
         shutil.copy(root / "model.safetensors", root / "pytorch_model_fsdp.bin")
     assert incomplete(root) == []
     (root / "scheduler.pt").unlink()
-    assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth exists"]
+    assert incomplete(root) == [
+        "scheduler.pt is missing: rng_state_1.pth shows that the Trainer saved its states here"
+    ]
 
 
 @pytest.mark.parametrize(

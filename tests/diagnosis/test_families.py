@@ -234,8 +234,8 @@ def test_a_difference_between_the_samples_is_found_with_data(tmp_path: Path) -> 
     assert isinstance(note, SecondFamily)
     assert note.sampled
     assert (
-        "1 pair in full: compared by samples only; ckptfix check --data reads every byte"
-        in check(tmp_path).not_checked
+        "1 pair of equal files, byte by byte: only samples were compared; ckptfix check --data "
+        "reads all" in check(tmp_path).not_checked
     )
     (finding,) = families(tmp_path, data=True)
     assert isinstance(finding, StaleFamily)

@@ -172,7 +172,10 @@ def test_the_config_is_lost_next_to_that_of_generation(
     (folder / "config.json").unlink()
     assert not is_loaded(folder, "transformers", folder)
     (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert str(warning) == "config.json is missing: generation_config.json exists"
+    assert (
+        str(warning)
+        == "config.json is missing: save_pretrained writes it with generation_config.json"
+    )
     assert warning.advice.startswith("from_pretrained fails without it; copy it again")
 
 
@@ -470,7 +473,9 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
     assert problems(folder) == []
     assert words in check(folder).not_checked
     (folder / "optimizer.pt").unlink()
-    assert problems(folder) == ["optimizer.bin is missing: scheduler.bin exists"]
+    assert problems(folder) == [
+        "optimizer.bin is missing: scheduler.bin shows that the run had an optimizer"
+    ]
 
 
 def test_a_script_that_saves_its_optimizer_itself(tmp_path: Path) -> None:

@@ -122,7 +122,10 @@ def test_an_adapter_without_its_config(
     with pytest.raises(ValueError, match="adapter_config"):
         peft.PeftModel.from_pretrained(AutoModel.from_pretrained(made / "bert"), str(folder))
     (finding,) = check(folder).findings
-    assert str(finding) == "adapter_config.json is missing: adapter_model.safetensors exists"
+    assert (
+        str(finding)
+        == "adapter_config.json is missing: PEFT needs it to load adapter_model.safetensors"
+    )
     assert (
         finding.advice
         == "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"

@@ -100,7 +100,7 @@ OF_ACCELERATE: dict[str, tuple[Change, str]] = {
     ),
     "weights alone": (
         only("model.safetensors"),
-        "only weights: a resume also needs random_states_0.pkl",
+        "only weights; a resume also needs random_states_0.pkl",
     ),
     "empty file": (written("optimizer.bin", ""), "is empty"),
     "cut file": (written("optimizer.bin", "PK\x03\x04"), "optimizer.bin"),
@@ -211,7 +211,7 @@ def test_a_run_of_exports_has_nothing_to_resume_from(tmp_path: Path, said: Said)
     last = said("check", "-r", tmp_path / "run")[1].splitlines()[-1]
     assert (
         last == f"{tmp_path}/run: no checkpoint to resume from: checkpoint-3, checkpoint-2, "
-        "checkpoint-1, checkpoint-0: only weights: a resume also needs random_states_0.pkl "
+        "checkpoint-1, checkpoint-0: only weights; a resume also needs random_states_0.pkl "
         "(save_state) or trainer_state.json (Trainer)"
     )
 

@@ -120,7 +120,7 @@ def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -
     assert advice.startswith(
         f"rename the files: mv {folder.path}/model-00001-of-00004.safetensors "
     )
-    assert advice.endswith("; copy the other shards again from where they came")
+    assert advice.endswith("; copy the other shards again from their source")
     assert finding.is_salvageable
     # A store has no such command.
     assert finding.advice_at("s3://bucket/model").startswith(
@@ -338,7 +338,7 @@ def test_a_shard_in_two_compressed_forms_counts_once(saved: Any, tmp_path: Path)
     (finding,) = findings(folder)
     command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
     assert command == f"unpack the compressed shard: gunzip {first}.gz"
-    assert rest == "copy the other shards again from where they came"
+    assert rest == "copy the other shards again from their source"
     subprocess.run(command.partition(": ")[2], shell=True, check=True)
     (tmp_path / second.name).rename(second)
     assert library.is_loaded(folder)
@@ -356,7 +356,7 @@ def test_a_shard_that_is_there_under_another_name_need_not_be_unpacked(
     second.rename(tmp_path / second.name)
     (finding,) = findings(folder)
     command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
-    assert rest == "copy the other shards again from where they came"
+    assert rest == "copy the other shards again from their source"
     subprocess.run(command.partition(": ")[2], shell=True, check=True)
     (tmp_path / second.name).rename(second)
     assert library.is_loaded(folder)

@@ -540,7 +540,7 @@ def test_a_checkpoint_or_an_export_without_weights(
     warning = warning_of(root)
     assert (warning.code, str(warning)) == (
         "incomplete-checkpoint",
-        f"{name} is missing: {shown} exists, but no file with weights",
+        f"{name} is missing: {shown} shows that the Trainer saved here, but no file has weights",
     )
     assert warning.advice.startswith(
         "the Trainer cannot resume without it, and no library can load the model;"
@@ -561,7 +561,7 @@ def test_a_checkpoint_or_an_export_without_weights(
 def test_weights_in_a_subfolder_are_not_missing(place: str, checkpoint: Path) -> None:
     (checkpoint / place).parent.mkdir()
     (checkpoint / "model.safetensors").rename(checkpoint / place)
-    assert not [one for one in check(checkpoint).findings if "no file with weights" in str(one)]
+    assert not [one for one in check(checkpoint).findings if "no file has weights" in str(one)]
 
 
 @pytest.mark.parametrize("parameters", [(), ("base_model.lora_A.weight",)])
@@ -622,7 +622,10 @@ def test_an_adapter_without_its_config_resumes_and_is_loaded_by_nothing_else(
         with pytest.raises(ValueError, match="adapter_config"):
             PeftModel.from_pretrained(trainer.model.base_model.model, str(lora_checkpoint))
     warning = warning_of(lora_checkpoint)
-    assert str(warning) == "adapter_config.json is missing: adapter_model.safetensors exists"
+    assert (
+        str(warning)
+        == "adapter_config.json is missing: PEFT needs it to load adapter_model.safetensors"
+    )
     assert warning.advice.startswith(
         "the Trainer resumes without it, but PeftModel.from_pretrained fails; copy"
     )

@@ -185,5 +185,5 @@ def test_a_lower_number_with_newer_files_is_told(tmp_path: Path, said: Said) -> 
     assert status == 0
     assert (
         f"resume from {folder / 'checkpoint_2'}, the newest complete one by number (the files "
-        "of checkpoint_0 are 120 minutes newer, as after a second run in this folder or a copy)"
+        "of checkpoint_0 are 120 minutes newer; likely causes: a second run in this folder, or a copy)"
     ) in out

@@ -66,7 +66,7 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
         "AdamW): 4 parameters\n  saved by   2 processes\nnot checked: values of tensors, "
         "checksums of tensor records in torch zip files, whether all files belong to one save, "
-        "keys and shapes against the model of the script; "
+        "whether keys and shapes match the script's model; "
         f"for details: ckptfix check -v {folder}"
     )
 
@@ -85,11 +85,11 @@ def test_verbose_lists_what_was_not_checked(
             "checks them"
         ),
         (
-            "not checked: whether all files belong to one save: files do not record their save, "
-            "and most saves do not list their files; check -r of the run compares the checkpoint "
-            "with its neighbours; only digests that are sealed right after each save prove it"
+            "not checked: whether all files belong to one save: no file records which save "
+            "wrote it, and most saves do not list their files; check -r of the run compares the checkpoint "
+            "with its neighbours; only a seal right after each save proves it"
         ),
-        "not checked: keys and shapes against the model of the script; the load compares them",
+        "not checked: whether keys and shapes match the script's model; the load compares them",
     ]
     assert run(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.count("not checked") == 1
@@ -113,8 +113,8 @@ def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
         "  optimizer  optimizer.bin (SGD): 2 parameters",
         "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
         (
-            "  random states: none saved; load_state restores everything else, but not the random "
-            "generators and the step"
+            "  random states: none saved; load_state restores everything except the random "
+            "generators and accelerator.step"
         ),
     ]
 
@@ -265,8 +265,8 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
         "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
         (
-            "  random states: none saved; load_state restores everything else, but not the random "
-            "generators and the step"
+            "  random states: none saved; load_state restores everything except the random "
+            "generators and accelerator.step"
         ),
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
@@ -351,7 +351,7 @@ def test_a_damaged_folder_begins_with_its_errors(folder: Path) -> None:
     assert lines[0] == f"{folder}: 1 error (4 files, 0 tensors, 33.8 KiB)"
     assert lines[1].startswith("  error truncated-file: model.safetensors")
     assert lines[2:-2] == [
-        "        copy the file again from where it came, or use an older checkpoint",
+        "        copy the file again from its source, or use an older checkpoint",
         f"next, to recover what is intact: ckptfix salvage {folder} NEW_FOLDER",
         "  optimizer  optimizer.bin (Adam or AdamW): 4 parameters",
     ]

@@ -448,7 +448,7 @@ def test_a_script_that_loads_the_keys_itself_is_told_before_and_after_a_repair(
     assert "loads the file itself with load_state_dict needs the old keys" in finding.advice
     for options, status in ((["--dry-run"], 1), ([], 0)):
         assert run(["repair", str(tmp_path), *options]) == status
-        assert "wrong if a script loads the file itself" in capsys.readouterr().out
+        assert "undo this repair if a script loads the file itself" in capsys.readouterr().out
     assert live(tmp_path, tensors) == "8 of 8"
     undo(tmp_path)
     assert contents(tmp_path) == before

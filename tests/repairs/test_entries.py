@@ -82,7 +82,7 @@ def test_a_script_may_compile_one_of_two_equal_models(tmp_path: Path, chain: str
     folder = save_state(tmp_path / "c", wrapped(STUDENT, chain), STUDENT)
     before = snapshot(folder)
     assert codes(folder) == ["identical-models", "wrapper-prefix"]
-    assert "except for the wrapper" in str(check(folder).findings[0])
+    assert "apart from a wrapper" in str(check(folder).findings[0])
     assert repair(folder).steps == ()
     assert snapshot(folder) == before
 

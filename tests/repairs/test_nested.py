@@ -79,7 +79,10 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
         assert "nothing shows how many processes" in str(report.findings[0])
         assert read_safetensors_bytes(path) == wrapped(NET, "module.")
         assert "If a module of the model is itself called 'module'" in report.findings[0].advice
-        assert "the keys now match a model in one DistributedDataParallel" in receipt.advice[0]
+        assert (
+            "the keys now match a model wrapped once in DistributedDataParallel"
+            in receipt.advice[0]
+        )
         assert (
             "if a module of the model is itself named 'module', undo this repair"
             in receipt.advice[0]

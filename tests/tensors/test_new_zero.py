@@ -379,7 +379,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"exp_avg": stored(torch.ones(4))},
-        r"a1\.weight\.exp_avg: its shape is not its parameter's \(expected \[4, 4\], found \[4\]\)",
+        r"a1\.weight\.exp_avg: its shape differs from that of its parameter \(expected \[4, 4\], found \[4\]\)",
     ),
     (
         {"exp_avg": StoredTensor("", "U8", (4, 4), Inline(bytes(16)))},

@@ -561,7 +561,7 @@ def test_a_stock_folder_is_judged_by_what_save_state_writes_last(tmp_path: Path)
     accelerate.Accelerator.save_state(accelerator)
     (tmp_path / "checkpoints" / "checkpoint_1").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors").write_bytes(b"half")
-    with pytest.warns(UserWarning, match=r"only weights: a resume also needs random_states_0\.pkl"):
+    with pytest.warns(UserWarning, match=r"only weights; a resume also needs random_states_0\.pkl"):
         assert latest_checkpoint(tmp_path / "checkpoints").name == "checkpoint_0"
 
 
@@ -826,9 +826,7 @@ def test_numbers_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
     for age, name in ((50, "step_100"), (0, "epoch_1"), (90, "epoch_0")):
         accelerator.save_state(tmp_path / name)
         os.utime(tmp_path / name / "random_states_0.pkl", (1e9 - age,) * 2)
-    with pytest.warns(
-        UserWarning, match=r"chose epoch_1; older by the time of the save: step_100; pattern="
-    ):
+    with pytest.warns(UserWarning, match=r"chose epoch_1; saved earlier: step_100; to choose"):
         assert latest_checkpoint(tmp_path) == tmp_path / "epoch_1"
     assert latest_checkpoint(tmp_path, pattern="step_{}") == tmp_path / "step_100"
     os.utime(tmp_path / "step_100" / "random_states_0.pkl", (1e9,) * 2)

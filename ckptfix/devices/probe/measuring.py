@@ -451,8 +451,8 @@ def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
         if least:
             share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
             yield (
-                f"faults that hit fewer than {100 * share:.2g} % of {kind} copies: the {least} of "
-                f"each healthy pair find more frequent faults with {_CONFIDENCE:.0%} probability"
+                f"faults in fewer than {100 * share:.2g} % of {kind} copies: {least} copies per "
+                f"healthy pair reveal more frequent faults with {_CONFIDENCE:.0%} probability"
             )
         else:
             yield f"{kind} copies on some of the pairs reported as healthy"

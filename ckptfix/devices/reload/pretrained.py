@@ -610,7 +610,7 @@ def _variant(label: str) -> str | None:
 def _beyond(root: Path, given: dict[str, Any], label: str) -> Iterator[str]:
     """Yield in words what a user's own call of ``from_pretrained`` does, and this one does not."""
     if variant := _variant(label):
-        yield f"finding {label}: from_pretrained looks for it only with variant={variant!r}"
+        yield f"whether from_pretrained finds {label}: the call must pass variant={variant!r}"
     asked = given.get("attn_implementation") or given.get("_attn_implementation")
     wants = (
         f"config.json asks for {asked!r}"

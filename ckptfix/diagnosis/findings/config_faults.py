@@ -105,10 +105,10 @@ class MissingHead(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice for a head that is tied and for one that is lost."""
         if not self.flag:
-            return "copy the weights again from where they came"
+            return "copy the weights again from their source"
         return (
             f"if the head was tied during training, set {self.flag} to true in config.json; "
-            "otherwise copy the weights again from where they came"
+            "otherwise copy the weights again from their source"
         )
 
 
@@ -171,7 +171,7 @@ class HeadOfBase(MissingHead, frozen=True):
     @property
     def advice(self) -> str:
         """Advice for a head that is needed."""
-        return "if you need the head, copy the weights again from where they came"
+        return "if you need the head, copy the weights again from their source"
 
 
 class QuantizationMismatch(Finding, frozen=True, kw_only=True):
@@ -261,7 +261,7 @@ class IncompleteQuantization(QuantizationMismatch, frozen=True):
     def advice(self) -> str:
         """Advice to get the lost tensors again."""
         return (
-            "copy the weights again from where they came, or quantize the model again and save all "
+            "copy the weights again from their source, or quantize the model again and save all "
             "of it"
         )
 
@@ -289,6 +289,6 @@ class UnnamedMethod(Finding, frozen=True):
     def advice(self) -> str:
         """Advice to complete or to delete it."""
         return (
-            "copy config.json again from where it came, or delete quantization_config if the "
+            "copy config.json again from its source, or delete quantization_config if the "
             "weights are not quantized"
         )

@@ -50,7 +50,7 @@ class TruncatedFile(Finding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to copy the file again: the lost bytes are nowhere in the folder."""
-        return "copy the file again from where it came, or use an older checkpoint"
+        return "copy the file again from its source, or use an older checkpoint"
 
 
 _FOUND_BY_TORCH = 69_562
@@ -118,12 +118,12 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice for the actual kind of content."""
         if self.content == FOLDER:
-            return f"loaders expect a file of this name; copy {self.path} again from where it came"
+            return f"loaders expect a file of this name; copy {self.path} again from its source"
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
             return (
-                "copy the file again from where it came; if two files were swapped, swap their "
+                "copy the file again from its source; if two files were swapped, swap their "
                 "names; if only the suffix is wrong, rename the file"
             )
         if self.content in _READERS:
@@ -133,7 +133,7 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
                 f"no checkpoint loader reads this format; rename the file to {name}, and read it "
                 f"with {reader}"
             )
-        return "copy the file again from where it came"
+        return "copy the file again from its source"
 
 
 class MalformedFile(Finding, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class MalformedFile(Finding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to copy the file again: a contradictory file is never edited."""
-        return "copy the file again from where it came, or use an older checkpoint"
+        return "copy the file again from its source, or use an older checkpoint"
 
 
 class UncheckedFile(Finding, frozen=True, kw_only=True):

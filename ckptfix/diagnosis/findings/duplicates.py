@@ -55,7 +55,8 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         )
         return (
             f"{need}\nbefore you resume: prepare the model once, or start the script with: ckptfix "
-            f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; ckptfix "
+            f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; "
+            "ckptfix "
             "undo DIR undoes a repair"
         )
 
@@ -96,7 +97,9 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
         compared = "sampled bytes" if self.sampled else "bytes"
         size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
         own, original = (f"'{dotted(chain)}'" if chain else "none" for chain in self.chains)
-        but = "" if own == original else f", except for the wrapper ({own} and {original}),"
+        but = ""
+        if own != original:
+            but = f" apart from a wrapper ({self.path}: {own}, {self.original}: {original}),"
         return (
             f"{self.path} has the same keys as {self.original}{but} and the same {compared} "
             f"({size})"
@@ -531,7 +534,7 @@ class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "a trained optimizer was saved twice, or more states were saved than models remain; "
+        "a trained optimizer was saved twice, or there are more states than remaining models; "
         "`load_state` matches by position and can load the state of one model into another"
     )
 

@@ -32,7 +32,7 @@ class MissingFile(Finding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to copy the file again, as the manifest holds none of its bytes."""
-        return "copy the file again from where the checkpoint came, or use an older checkpoint"
+        return "copy the file again from the checkpoint's source, or use an older checkpoint"
 
 
 _OF_A_RUN = {"optimizer", "scheduler", "rng"}
@@ -139,7 +139,7 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             cost = (
                 "continue with new random states"
                 if self.of_trainer
-                else "cannot restore their random states and their step"
+                else "cannot restore their random states and accelerator.step"
             )
             return (
                 f"those processes {cost}; copy the files again, or resume from a complete "
@@ -161,13 +161,15 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             fewer = ", or ignore this if the run now has fewer processes"
             again = f"again{'' if 'random_states_0.pkl' in self.missing else fewer}"
             return (
-                "load_state continues with new random states and a new step; copy "
+                "load_state restores neither random states nor accelerator.step, and only logs "
+                "that; copy "
                 f"{self._them} {again}"
             )
         return (
             f"load_state fails without {self._what}; copy {self._them} again, or resume from a "
-            "complete checkpoint; ignore this if the script has no such object: load_state then "
-            "succeeds"
+            "complete checkpoint; if the script has no such object, ignore this: load_state does "
+            "not "
+            "look for its file"
         )
 
     @property

@@ -81,14 +81,14 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
             return (
                 "torch does not save optimizers like this. A load assigns moments by position: "
                 "the moments of the first number go to the first parameter of the group. Copy the "
-                "file again from where it came, or resume from an older checkpoint. If a script "
+                "file again from its source, or resume from an older checkpoint. If a script "
                 "reordered the numbers for another model, ignore this"
             )
         is_shifted = self.shared or self.repeated
         effect = "assigns moments to the wrong parameters" if is_shifted else "drops these moments"
         return (
             f"torch does not save optimizers like this, and a load {effect}: copy the file again "
-            "from where it came, or resume from an older checkpoint"
+            "from its source, or resume from an older checkpoint"
         )
 
 
@@ -113,7 +113,7 @@ class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
         """Advice to use another file: only the options of the run would do."""
         return (
             "the load succeeds, but the first optimizer step fails or makes every weight NaN: "
-            "copy the file again from where it came, or resume from an older checkpoint"
+            "copy the file again from its source, or resume from an older checkpoint"
         )
 
 
@@ -160,7 +160,7 @@ class UnusableRates(InconsistentGroups, frozen=True, kw_only=True):
         """Advice to use another file: only the rates of the run would do."""
         return (
             "the load succeeds, but the next scheduler.step() fails or makes the learning rate "
-            "NaN: copy the file again from where it came, or resume from an older checkpoint"
+            "NaN: copy the file again from its source, or resume from an older checkpoint"
         )
 
 
@@ -240,7 +240,7 @@ class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
         """
         return (
             "the first optimizer step fails, or writes out of bounds if the optimizer is fused: "
-            "copy the file again from where it came, or resume from an older checkpoint"
+            "copy the file again from its source, or resume from an older checkpoint"
         )
 
 
@@ -269,8 +269,8 @@ class RoundedMoments(MismatchedMoments, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file: the fractions are lost."""
         return (
-            "the load converts these moments to floating point, but their fractions are lost: "
-            "copy the file again from where it came, or resume from an older checkpoint"
+            "the load converts these moments to floating point, but the fractional parts are gone: "
+            "copy the file again from its source, or resume from an older checkpoint"
         )
 
 
@@ -301,7 +301,7 @@ class RoundedWeights(MismatchedMoments, frozen=True, kw_only=True):
         return (
             "optimizers do not train integers, so the weights were converted after the save. The "
             "load copies the rounded values into floating-point weights without an error: copy "
-            "the file again from where it came, or resume from an older checkpoint. If "
+            "the file again from its source, or resume from an older checkpoint. If "
             f"{self.optimizer} trains a module whose weights are kept elsewhere, ignore this"
         )
 
@@ -403,7 +403,8 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
             return (
                 "the resume or the next optimizer step fails, or weights silently start from "
                 f"scratch: {other_run}, or resume from another checkpoint. If the script passes "
-                "the optimizer parameters that the model does not have, and saves them itself, "
+                "extra parameters to the optimizer that are not in the model, and saves them "
+                "itself, "
                 "ignore this"
             )
         if self.is_bare:
@@ -533,7 +534,7 @@ class MissingMoments(OptimizerFinding, frozen=True, kw_only=True):
     def _without(self, what: str) -> str:
         many = f"{len(self.names)} of {count_of(self.parameters, 'parameter')}"
         have = "has" if len(self.names) == 1 else "have"
-        return f"{self.place}: {many} {have} no {what}: {_listed(self.names)}"
+        return f"{self.place}: {many} {have} no {what} ({_parameters(self.names)})"
 
     @property
     def advice(self) -> str:
@@ -560,7 +561,7 @@ class LackingMoments(MissingMoments, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file: a step cannot begin one of several states anew."""
         return (
-            "the load or the first optimizer step fails: copy the file again from where it came, "
+            "the load or the first optimizer step fails: copy the file again from its source, "
             "or resume from an older checkpoint"
         )
 
@@ -582,7 +583,7 @@ class AbsentMoments(LackingMoments, frozen=True):
         """Advice to use another file, and what a subclass makes of it."""
         return (
             "the load or the first step of torch's optimizer fails: copy the file again from "
-            "where it came, or resume from an older checkpoint. If your own optimizer class "
+            "its source, or resume from an older checkpoint. If your own optimizer class "
             "keeps other states, ignore this"
         )
 
@@ -630,7 +631,7 @@ class LostMoments(EmptyOptimizer, frozen=True):
             # one for none.
             effect = "dcp.load fails, or the moments start at zero"
         return (
-            f"{effect}: copy the file again from where it came, or resume from another "
+            f"{effect}: copy the file again from its source, or resume from another "
             "checkpoint. If the script created a new optimizer just before this save, ignore this"
         )
 

@@ -77,12 +77,12 @@ class MisplacedEntry(WrongState, frozen=True):
     def advice(self) -> str:
         """Advice as for ``WrongState``, and what a change of the script makes of it."""
         change = (
-            "has prepared its objects in a different order"
+            "now prepares its objects in a different order"
             if self.exchanged_with
-            else "has prepared different objects"
+            else "now prepares different objects"
         )
         remedy = self.remedy or _right_file(self.path, self.exchanged_with)
-        return f"{self.effect}: {remedy}. If the script {change} since this save, ignore this"
+        return f"{self.effect}: {remedy}. If the script {change}, ignore this"
 
 
 class ChangedEntry(MisplacedEntry, frozen=True):
@@ -146,7 +146,7 @@ class LowerPrecision(RoundedEntry, frozen=True):
     def advice(self) -> str:
         """Advice to compare with the script."""
         return (
-            f"{self.effect}: copy the file again from where it came. If the run uses this "
+            f"{self.effect}: copy the file again from its source. If the run uses this "
             "precision now, ignore this"
         )
 
@@ -224,7 +224,7 @@ def _of_state(place: str, holds: str, expected: str, exchanged_with: str) -> str
 def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
     if exchanged_with:
         return f"swap the names of {path} and {exchanged_with}, using a temporary third name"
-    return "copy the file again from where it came, or use an older checkpoint"
+    return "copy the file again from its source, or use an older checkpoint"
 
 
 class MixedSaves(Finding, frozen=True, kw_only=True):
@@ -257,8 +257,12 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         group = f" in param group {self.group}" if self.group is not None else ""
+        # 1e-4 after a warm-up is 0.00010000000000000002.
+        rate, expected = f"{self.rate:.6g}", f"{self.expected:.6g}"
+        if rate == expected:
+            rate, expected = repr(self.rate), repr(self.expected)
         return (
-            f"{self.path}: learning rate {self.rate!r}{group} (expected {self.expected!r}, as in "
+            f"{self.path}: learning rate {rate}{group} (expected {expected}, as in "
             f"{self.partner}){_as_in(self.save)}"
         )
 

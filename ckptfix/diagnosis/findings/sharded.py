@@ -85,20 +85,20 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to copy the shard again: loading without it leaves random weights."""
         if self.is_other_file:
-            return f"copy {self.named_by} and the shards again from where they came"
+            return f"copy {self.named_by} and the shards again from their source"
         if self.renamed or self.packed:
             steps = [f"{shard.step} {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
             steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
         return (
-            "copy the shard again from where it came; loading without it leaves random weights in "
+            "copy the shard again from its source; loading without it leaves random weights in "
             "the model"
         )
 
     @property
     def _rest(self) -> tuple[str, ...]:
         is_all = len(self.renamed) + len(self.packed) == 1 + len(self.others)
-        return () if is_all else ("copy the other shards again from where they came",)
+        return () if is_all else ("copy the other shards again from their source",)
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the commands that rename or unpack shards; a store has no such
@@ -255,7 +255,7 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
             return (
                 "not rebuilt: either a shard belongs to another model, and loading leaves random "
                 "weights without an error, or the index has wrong keys; copy the index and the "
-                "shards again from where they came"
+                "shards again from their source"
             )
         return (
             "not rebuilt: loading would leave random weights; copy the shards again from where "
@@ -295,7 +295,7 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to decide between the two, as only the user knows which one is wanted."""
-        return f"not written; {keep_option(self.path, *self.loads.values())}"
+        return f"ckptfix did not write this index; {keep_option(self.path, *self.loads.values())}"
 
 
 class OddIndex(Finding, frozen=True, kw_only=True):

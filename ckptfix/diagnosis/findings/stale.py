@@ -100,7 +100,7 @@ class LaterState(StaleSave, frozen=True, kw_only=True):
         """Advice to resume from the later one."""
         return (
             "a resume would combine older weights with a newer optimizer: resume from "
-            f"{self.save}, or copy {self.path} again from where the checkpoint came"
+            f"{self.save}, or copy {self.path} again from the checkpoint's source"
         )
 
 
@@ -114,7 +114,7 @@ class OldShard(StaleSave, frozen=True):
         """Advice to get the file of this save."""
         return (
             f"this checkpoint or {self.save} mixes two saves: copy {self.path} of both again "
-            f"from where they came, or resume from a checkpoint before {self.save}. If the "
+            f"from their source, or resume from a checkpoint before {self.save}. If the "
             "script did not train these weights, ignore this"
         )
 

@@ -84,7 +84,7 @@ _OF_CLASSES = frozenset({"classifier", "score"})
 _PROJECTION = f"{BASE[0]}.vera_A"
 """The projection that all modules of VeRA share. PEFT saves it with ``save_projection``, its default."""
 
-_AGAIN = "copy the adapter again from where it came, use another checkpoint, or train again"
+_AGAIN = "copy the adapter again from its source, use another checkpoint, or train again"
 _OF_TWO_RUNS = (
     "config and weights come from different runs: copy both again from one save, or set this "
     "in adapter_config.json as in the run that trained the weights"
@@ -264,7 +264,7 @@ def _without_projection(load: Load) -> Iterator[IncompleteAdapter]:
             lacks=f"no {_PROJECTION}, although save_projection is on in adapter_config.json",
             effect="PEFT fails with ValueError",
             remedy=(
-                "copy the adapter again from where it came; if the run saved no projections, set "
+                "copy the adapter again from its source; if the run saved no projections, set "
                 "save_projection to false in adapter_config.json, and PEFT creates them from "
                 "projection_prng_key"
             ),
@@ -280,8 +280,7 @@ def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
                 lacks=f"it has no {PROMPT}",
                 effect="PEFT fails with KeyError",
                 remedy=(
-                    "copy the adapter again from where it came, or save it again with "
-                    "save_pretrained"
+                    "copy the adapter again from its source, or save it again with save_pretrained"
                 ),
             )
         return
@@ -446,7 +445,8 @@ def _rows(load: Load) -> Iterator[IncompleteAdapter]:
             wanted = next((rows[end] for end in ends if end in rows), rows)
             if isinstance(wanted, list) and count != (len(wanted),):
                 lacks = (
-                    f"{module} has {series([*map(str, count)])} trained rows (expected {len(wanted)}, "
+                    f"{module} has {series([*map(str, count)])} trained rows (expected "
+                    f"{len(wanted)}, "
                     f"from {setting} in adapter_config.json)"
                 )
                 break

@@ -75,7 +75,7 @@ _OTHER_HALF = {"A": "B", "B": "A", "down": "up", "up": "down"}
 
 _KOHYA = ("lora_unet_", "lora_te")
 
-_AGAIN = "copy the file again from where it came, use another checkpoint, or train again"
+_AGAIN = "copy the file again from its source, use another checkpoint, or train again"
 
 
 class _Key(NamedTuple):

@@ -617,7 +617,7 @@ class Recorder:
                 }
             cycle = accelerator.gradient_accumulation_steps
             if cycle > 1:
-                states["counters"]["step of the accumulation"] = str(accelerator.step % cycle)
+                states["counters"]["accumulation step"] = str(accelerator.step % cycle)
             for at, thing in enumerate(accelerator._custom_objects):
                 with suppress(Exception):  # a state_dict of the user's
                     states["custom objects"][f"{type(thing).__name__} {at}"] = fingerprint(

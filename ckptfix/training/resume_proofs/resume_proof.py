@@ -40,6 +40,7 @@ RUN_DIR = "CKPTFIX_RUN_DIR"
 """Environment variable with the output folder of a run, for scripts that have no option for it."""
 
 _PLACES = ("interrupted", "reference", "again")
+_WORDS = {"reference": "uninterrupted", "again": "second uninterrupted"}
 """Runs with an output folder of their own; the resumed run goes on in that of the interrupted one.
 """
 
@@ -289,7 +290,7 @@ class _Proof:
         )  # fmt: skip
         command = [one.replace(DIR, str(folder)) for one in (*_executable(request.command), *extra)]
         self.commands[name] = " ".join(command)
-        self.announce(f"{name} run: {' '.join(command)}")
+        self.announce(f"{_WORDS.get(name, name)} run: {' '.join(command)}")
         environment = {
             **os.environ,
             SETTINGS: settings.as_variable(),
@@ -317,8 +318,8 @@ class _Proof:
         runs = read_run(records)
         if not was_stopped and process.returncode and not (runs and all(one.end for one in runs)):
             raise OperationError(
-                f"{request.script}: the {name} run failed with status {process.returncode}: "
-                f"{self._said(log)}"
+                f"{request.script}: the {_WORDS.get(name, name)} run failed with status "
+                f"{process.returncode}: {self._said(log)}"
             )
         return runs
 

@@ -551,6 +551,6 @@ def _words(state: str, row: _Row, other: _Row, names: tuple[str, ...]) -> str:
         return f"{now.get(name, 'none')} (expected {was.get(name, 'none')})"
     if state in _NUMBERS:
         name = names[0]
-        more = f", and {count_of(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        more = f", and {count_of(len(names) - 1, 'more value')}" if len(names) > 1 else ""
         return f"{name}: {now.get(name, 'none')} (expected {was.get(name, 'none')}){more}"
     return f"{len(names)} of {len(was)} differ: {list_names(names)}"

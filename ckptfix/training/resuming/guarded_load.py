@@ -337,7 +337,7 @@ def _latest(
     if choice.passed_over:
         words += f" and passed over {problems_in(choice.passed_over)}"
     if others := [one.path.name for one in choice.rivals if one is not best]:
-        words += f"; older by the time of the save: {', '.join(others)}; pattern= selects one kind"
+        words += f"; saved earlier: {', '.join(others)}; to choose one kind, pass pattern="
     if words:
         warn_caller(f"{folder}: chose {best.path.name}{words}")
     return best.path
