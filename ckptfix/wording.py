@@ -15,22 +15,6 @@ _TOPIC = re.compile(r"(?:(?P<file>[^ :]*[./][^ :]*): )?(?:(?<!\w)'[^']*'(?!\w)|(
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-_CONTROL = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
-}
-_INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
-_MARKUP = {
-    ord("&"): "&amp;",
-    ord("<"): "&lt;",
-    ord(">"): "&gt;",
-    ord('"'): "&quot;",
-    ord("'"): "&#x27;",
-}
-_ESCAPES = {
-    **_MARKUP,
-    **_CONTROL,
-    **{code: f"\\u{code:04x}" for code in (*_INVISIBLE, *range(0xD800, 0xE000))},
-}
 
 
 class Layer(NamedTuple):
@@ -218,50 +202,6 @@ def list_names(names: Iterable[str]) -> str:
 def series(words: Sequence[str]) -> str:
     """Return words as a sentence lists them: "A", "A and B", "A, B and C"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def html_text(text: str) -> str:
-    """Return text as HTML shows it; control and invisible characters become backslash escapes."""
-    return text.translate(_ESCAPES)
-
-
-def html_document(title: str, style: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page: no script, nothing loaded from anywhere. ``title`` is text,
-    ``parts`` are HTML.
-    """
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
-        "'unsafe-inline'\">\n"
-        f"<title>{html_text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def page_of_lines(title: str, lines: Iterable[Line]) -> str:
-    """Return an HTML page of printed lines, in their colours."""
-    text = "\n".join("".join(map(_html_span, line.spans)) for line in lines)
-    return html_document(
-        title, _LINES_STYLE, [f"<h1>{html_text(title)}</h1>", f"<pre>{text}</pre>"]
-    )
-
-
-_LINES_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
-  color: #1f2328; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.red { color: #cf222e; } .green { color: #1a7f37; } .yellow { color: #9a6700; }
-.cyan { color: #0969da; } .bold { font-weight: 600; }
-"""
-
-
-def _html_span(span: Span) -> str:
-    classes = " ".join(filter(None, (span.colour, "bold" if span.bold else "")))
-    text = html_text(span.text)
-    return f'<span class="{classes}">{text}</span>' if classes else text
 
 
 def _ranges(numbers: list[int]) -> str:

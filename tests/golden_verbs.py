@@ -61,7 +61,7 @@ WITHOUT_JSON = {"--help", "--version", "explain", "help", "run"}
 REPLACED = (
     ("the temporary folder of the case", "{here}", "<here>"),
     ("times", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+]00:00", "<time>"),
-    ("times, as people write them", r"(?<=[(]after )\d{4}-\d\d-\d\d \d\d:\d\d", "<time>"),
+    ("times, as people write them", r"(?<=checked after )\d{4}-\d\d-\d\d \d\d:\d\d", "<time>"),
     ("durations", r"(?<=held this lock for )\d+ \w+", "<duration>"),
     ("days", r"(?<=since )\d{4}-\d\d-\d\d", "<day>"),
     ("versions", r"(Python|version|torch|accelerate) \d+\.\d+\.\d+[^,\s\"]*", r"\1 <version>"),

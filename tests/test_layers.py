@@ -33,7 +33,7 @@ BELOW = {
     "manual": {"manual"},
     "cli": {"cli", "manual", *FEATURES, *LAYERS},
 }
-ANYWHERE = {"errors", "reports", "wording", "hardware", "lazy", "__init__"}
+ANYWHERE = {"errors", "reports", "wording", "pages", "hardware", "lazy", "__init__"}
 WITH_TORCH = {"training", "devices"}
 HEAVY = {"torch", "accelerate", "numpy", "transformers"}
 NUMBERS = "tensors"

@@ -47,7 +47,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "salvage": "Recover the intact tensors of a damaged checkpoint.",
         "upload": "Copy a complete checkpoint to an object store.",
-        "scrub": "Check many checkpoints, and read all their data over several nights.",
+        "scrub": "Check many checkpoints, and read all data over several nights.",
     },
     "Manual": {
         "explain": "Explain a finding: cause, cost, an example, and what to do.",

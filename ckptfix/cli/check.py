@@ -4,20 +4,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from threading import Event
+from time import time
 from typing import TYPE_CHECKING
 
 import click
 
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.report import INTERRUPTED, Form, Report
+from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publish
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
-from ckptfix.cli.verb_options import PATH, Verb, or_here
+from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.check_report import CLEAN, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.executor import Executor
-from ckptfix.storage.files import AnyPath
+from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
@@ -25,7 +26,7 @@ from ckptfix.wording import Line, line
 
 if TYPE_CHECKING:
     # A check of one checkpoint must start quickly.
-    from ckptfix.cli.runs import Runs
+    from ckptfix.cli.runs import Resume, Runs
     from ckptfix.diagnosis.loads.loaders import Loaders
 
 
@@ -70,6 +71,12 @@ if TYPE_CHECKING:
     help="List every model, and every skipped check with the command that runs it.",
 )
 @click.option(
+    "--html",
+    type=LocalFile(dir_okay=False),
+    metavar="FILE",
+    help="With -r: also write runs and checkpoints as one HTML page.",
+)
+@click.option(
     "--null",
     "-0",
     is_flag=True,
@@ -81,6 +88,7 @@ def check_command(
     loads: bool,
     recursive: bool,
     verbose: bool,
+    html: str | None,
     null: bool,
     report: Report,
     executor: Executor,
@@ -95,9 +103,15 @@ def check_command(
         raise click.UsageError(
             f"--verbose and --{'null' if null else 'quiet'} contradict each other"
         )
+    if html is not None:
+        if not recursive:
+            raise click.UsageError("--html shows the checkpoints of runs; add -r")
+        ensure_writable(html, [path for path in paths if not is_url(path)])
     with ExitStack() as opened:
         loaders = opened.enter_context(_loaders(recursive)) if loads else None
-        return _check_all(paths, data, loaders, recursive, verbose, null, report, opened, executor)
+        return _check_all(
+            paths, data, loaders, recursive, verbose, html, null, report, opened, executor
+        )
 
 
 def _loaders(is_of_many: bool) -> "Loaders":
@@ -118,6 +132,7 @@ def _check_all(
     loaders: "Loaders | None",
     recursive: bool,
     verbose: bool,
+    html: str | None,
     null: bool,
     report: Report,
     opened: ExitStack,
@@ -128,6 +143,7 @@ def _check_all(
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""
+    shown: list[CheckReport] = []
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -155,6 +171,8 @@ def _check_all(
         return result.alone()
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
+        if html is not None:
+            shown.append(result)
         if report.quiet:
             if result.status:
                 report.path(result.path, null=null)
@@ -221,8 +239,28 @@ def _check_all(
         report.show(line(words, colour="yellow") for words in warnings)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
+        if html is not None:
+            problem = publish(report, html, _page(shown, answers))
+            batch.status = max(batch.status, 3 * bool(problem))
         return report.finish(summary, batch.status or int(bool(warnings)))
     return report.finish(summary, batch.status)
+
+
+def _page(reports: Iterable[CheckReport], answers: "Iterable[Resume]") -> str:
+    from ckptfix.diagnosis.run_page import Answer, Cell, run_page
+
+    cells = (
+        Cell(
+            str(report.path), report.verdict, report.counts["bytes"],
+            lines=tuple(report.verdict_lines())[1:],
+        )
+        for report in reports
+    )  # fmt: skip
+    of_runs = {}
+    for answer in answers:
+        sound = answer.clean or (None if answer.is_doubted else answer.checkpoint)
+        of_runs[str(answer.run)] = Answer(answer.text, str(sound or ""))
+    return run_page("check", time(), cells, of_runs)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -462,6 +462,18 @@ def write_page(html: str, text: str) -> None:
     staged.write_file(page, text.encode("utf-8"))
 
 
+def publish(report: Report, html: str, text: str) -> str:
+    """Write a page and name it; return in words why it could not be written, "" where it was."""
+    try:
+        write_page(html, text)
+    except OSError as error:
+        problem = f"--html {html}: {error.strerror}; no page was written"
+        report.message(f"ckptfix: {problem}")
+        return problem
+    report.line(f"page: {html}")
+    return ""
+
+
 def _is_ours(page: Path) -> bool:
     """Return whether a file begins as our pages do, or is empty, as mktemp makes it."""
     if not page.is_file():

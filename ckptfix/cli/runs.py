@@ -1,6 +1,6 @@
 """``ckptfix check -r``: from which checkpoint of each run to resume, and what speaks against it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from threading import Lock
 from typing import ClassVar
@@ -24,6 +24,7 @@ from ckptfix.diagnosis.resumable import choose, examine
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, absolute, is_of_listing
+from ckptfix.storage.opened import open_files
 from ckptfix.wording import count_of, series
 
 _AT_ONCE = 60
@@ -72,6 +73,23 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
         # What check found may be that a file is missing.
         kind = "candidate" if self.is_doubted else "complete one"
         return f"resume from {self.checkpoint}, the newest {kind}{by}{but}"
+
+
+def newest_sound(run: str, names: Collection[str]) -> str:
+    """Return the newest complete one of the named checkpoints of a run, by its place; "" where
+    there is none.
+    """
+
+    def look(path: AnyPath, number: int) -> Candidate:
+        if path.name in names:
+            return judge(path, number)
+        return Candidate(path=path, number=number, problem="not asked for")
+
+    with suppress(CkptfixError, OSError), open_files(run, complete=False) as folder:
+        choice = choose(folder, look=look)
+        if choice is not None and choice.best is not None:
+            return f"{run}/{choice.best.path.name}"
+    return ""
 
 
 class Runs:

@@ -10,20 +10,23 @@ from time import monotonic, time
 import click
 
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
+from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publish
+from ckptfix.cli.runs import newest_sound
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
+from ckptfix.diagnosis.check_report import CLEAN
+from ckptfix.diagnosis.run_page import Answer, run_page
 from ckptfix.storage.files import AnyPath, absolute, is_url
 from ckptfix.storage.parallel import Control, Share
 from ckptfix.verification.scrub import (
     ORDER,
     Scrub,
     ScrubResult,
+    cell_of,
     moment,
     parse_duration,
     parse_subset,
 )
-from ckptfix.verification.scrub_page import fleet_page
 from ckptfix.verification.scrub_state import State, default_state
 from ckptfix.wording import Line, count_of, escape, line
 
@@ -87,7 +90,7 @@ def scrub_command(
     paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None,
     state_file: str | None, shard: str | None, html: str | None, report: Report,
 ) -> int:  # fmt: skip
-    """Check many checkpoints, and read all their data over several nights.
+    """Check many checkpoints, and read all data over several nights.
 
     Checks every checkpoint as check does, and compares part of the files with the digests that seal
     wrote. A state file records what was read and when. Each run continues where the last one
@@ -162,12 +165,8 @@ def _scrub(
         gone = scrub.state.end(scrub.scope, str(scrub.subset or "none"), forget)
     report.show(_summary(scrub, batch, gone, share))
     if html is not None:
-        try:
-            write_page(html, fleet_page(scrub.state.looks(scrub.scope), now, scrub.unknown))
-            report.line(f"report: {html}")
-        except OSError as error:
-            report.message(f"ckptfix: --html {html}: {error.strerror}; no page was written")
-            batch.status = max(batch.status, 3)
+        problem = publish(report, html, _page(scrub, now))
+        batch.status = max(batch.status, 3 * bool(problem))
     listed = {} if report.form is Form.JSONL else {"checkpoints": ()}
     summary = {
         **listed,
@@ -180,6 +179,20 @@ def _scrub(
         }
     }  # fmt: skip
     return report.finish(summary, batch.status)
+
+
+def _page(scrub: Scrub, begun: float) -> str:
+    """Return the page: every checkpoint that this or an earlier run has seen."""
+    looks = list(scrub.state.looks(scrub.scope))
+    more = ""
+    if scrub.unknown:
+        more = f"; not shown, never reached by a run: {count_of(scrub.unknown, 'checkpoint')}"
+    clean: dict[str, set[str]] = {}
+    for look in looks:
+        run, _, name = look.place.rpartition("/")
+        clean.setdefault(run, set()).update({name} if look.verdict["verdict"] == CLEAN else ())
+    answers = {run: Answer("", newest_sound(run, names)) for run, names in clean.items()}
+    return run_page("scrub", begun, (cell_of(look, begun) for look in looks), answers, more)
 
 
 def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iterator[Line]:

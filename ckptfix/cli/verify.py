@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.report import Form, Report, ensure_writable, write_page
+from ckptfix.cli.report import Form, Report, ensure_writable, publish
 from ckptfix.cli.several_paths import run_each
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
 from ckptfix.errors import UsageError
+from ckptfix.pages import html_document, html_lines
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import StorePath, is_url
 from ckptfix.storage.opened import errors_with_place, open_files, with_place
 from ckptfix.storage.paths import shell_path
-from ckptfix.wording import Line, human_size, line, page_of_lines
+from ckptfix.wording import Line, human_size, line
 
 if TYPE_CHECKING:
     from ckptfix.verification.verify_report import VerifyReport
@@ -115,12 +116,8 @@ def reload(
         document["reload"] = result.as_json()
         status = max(data_status, result.status)
     if html is not None:
-        try:
-            write_page(html, page_of_lines(f"ckptfix verify {name}", shown))
-            report.line(f"report: {html}")
-        except OSError as error:
-            problem = f"--html {html}: {error.strerror}; no page was written"
-            report.message(f"ckptfix: {problem}")
+        page = html_document(f"ckptfix verify {name}", [html_lines(shown)])
+        if problem := publish(report, html, page):
             return report.finish({**document, "error": problem}, 3)
     return report.finish(document, status)
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ckptfix.pages import html_document, html_legend, html_list, html_table, html_text
 from ckptfix.verification.diff_report import (
     DiffReport,
     OptimizerDiff,
@@ -14,49 +15,12 @@ from ckptfix.verification.diff_report import (
     TensorDiff,
     rows,
 )
-from ckptfix.wording import collapse_layers, count_of, html_document, html_text, layer_of
+from ckptfix.wording import collapse_layers, count_of, layer_of
 
 _MOST_ROWS, _MOST_COLUMNS = 2000, 200
 _LEVELS = 8  # of the relative norm, by powers of ten: 1 is 1e-7 or less, 8 more than 0.1
 _RANK = {outcome: rank for rank, outcome in enumerate(Outcome)}
 _SIGNS = {Outcome.ONLY_A: "A", Outcome.ONLY_B: "B", Outcome.SHAPE: "≠", Outcome.EQUAL: "="}
-
-# Every class sets colour and background together, so that the text has its contrast in both modes.
-_STYLE = """
-:root { color-scheme: light dark; --text: #1f2328; --page: #ffffff; --line: #d0d7de; --bad: #b42318; --good: #1a7f37; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
-       color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } h3 { font-size: 1rem; }
-h1, h2, h3, p, li { overflow-wrap: anywhere; }
-table { border-collapse: collapse; }
-th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left; vertical-align: top; }
-td { overflow-wrap: anywhere; } .figure { text-align: right; white-space: nowrap; }
-.names { min-width: 12rem; } .kind { min-width: 6rem; }
-.scroll { overflow-x: auto; } .map td { text-align: center; white-space: nowrap; font-size: .8rem; min-width: 2.6rem; }
-.map th { font-weight: 500; font-size: .85rem; } .map thead th { vertical-align: bottom; }
-.map [scope=row], .map thead th:first-child { position: sticky; left: 0; background: var(--page); }
-.map [scope=row] { max-width: 60vw; overflow-wrap: anywhere; }
-.map thead th span { writing-mode: vertical-rl; transform: rotate(180deg); white-space: nowrap; display: block;
-       max-height: 18rem; overflow: hidden; text-overflow: ellipsis; }
-.legend { display: flex; flex-wrap: wrap; gap: .3rem; padding: 0; list-style: none; font-size: .8rem; }
-.legend li { border: 1px solid var(--line); padding: .1rem .5rem; }
-.bad { color: var(--bad); } .good { color: var(--good); }
-.eq { background: #e3f3e8; color: #14532d; } .no { background: #e6defc; color: #35157f; }
-.h0 { background: #f6f8fa; color: #1f2328; } .h1 { background: #fff7ec; color: #1f2328; }
-.h2 { background: #fee8c8; color: #1f2328; } .h3 { background: #fdd49e; color: #1f2328; }
-.h4 { background: #fdbb84; color: #1f2328; } .h5 { background: #fc8d59; color: #1f2328; }
-.h6 { background: #ef6548; color: #000000; } .h7 { background: #c9291a; color: #ffffff; }
-.h8 { background: #7f0000; color: #ffffff; }
-@media (prefers-color-scheme: dark) {
-:root { --text: #e6edf3; --page: #0d1117; --line: #3d444d; --bad: #ff8f86; --good: #56d364; }
-.eq { background: #12291b; color: #8ddfa6; } .no { background: #2f2357; color: #d9ccff; }
-.h0 { background: #21262d; color: #e6edf3; } .h1 { background: #2a1d16; color: #f0e6e0; }
-.h2 { background: #41241a; color: #f6e9e2; } .h3 { background: #5c2c1b; color: #fbeee8; }
-.h4 { background: #7c341a; color: #ffffff; } .h5 { background: #9c3e17; color: #ffffff; }
-.h6 { background: #d1571b; color: #000000; } .h7 { background: #f08a3c; color: #000000; }
-.h8 { background: #ffd08a; color: #000000; }
-}
-"""
 
 
 def html_page(report: DiffReport) -> str:
@@ -67,7 +31,6 @@ def html_page(report: DiffReport) -> str:
             f" (relative tolerance {report.tolerance[0]:g}, absolute {report.tolerance[1]:g})"
         )
     parts = [
-        "<h1>ckptfix diff</h1>",
         f"<p>A: {html_text(report.a)}<br>B: {html_text(report.b)}</p>",
         (
             "<p><strong "
@@ -87,9 +50,8 @@ def html_page(report: DiffReport) -> str:
         parts += _values(optimizer)
     parts += [f"<p>{html_text(words)}</p>" for words in report.notes]
     if report.not_compared:
-        items = "".join(f"<li>{html_text(words)}</li>" for words in report.not_compared)
-        parts.append(f"<h2>Not compared</h2><ul>{items}</ul>")
-    return html_document(f"ckptfix diff {report.a} {report.b}", _STYLE, parts)
+        parts.append(f"<h2>Not compared</h2>{html_list(report.not_compared)}")
+    return html_document(f"ckptfix diff {report.a} {report.b}", parts)
 
 
 def _legend() -> str:
@@ -104,12 +66,11 @@ def _legend() -> str:
         ("no", "B only in B"),
         ("no", "≠ different shape, or a dtype smaller than a byte"),
     ]
-    items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
     words = (
         "Numbers and colours show the relative norm ||a - b|| / ||a|| of each tensor. Meaning of "
         "the cells:"
     )
-    return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
+    return f"<p>{html_text(words)}</p>{html_legend(cells)}"
 
 
 def _section(title: str, tensors: Sequence[TensorDiff]) -> Iterator[str]:
@@ -135,10 +96,7 @@ def _values(optimizer: OptimizerDiff) -> Iterator[str]:
     """Yield the steps and hyperparameters that differ, and how many were compared."""
     yield f"<p>{html_text(optimizer.values_in_words)}</p>"
     if optimizer.differences:
-        items = "".join(
-            f"<li>{html_text(str(one))}</li>" for one in optimizer.differences[:_MOST_ROWS]
-        )
-        yield f"<ul>{items}</ul>"
+        yield html_list(map(str, optimizer.differences[:_MOST_ROWS]))
     if len(optimizer.differences) > _MOST_ROWS:
         yield (
             f"<p>not shown: {count_of(len(optimizer.differences) - _MOST_ROWS, 'value')}; --json "
@@ -157,12 +115,9 @@ def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterat
     body = []
     for number in shown:
         row = "".join(_cell(grid[number].get(kind, [])) for kind in kinds[:_MOST_COLUMNS])
-        body.append(f'<tr><th scope="row">{number}</th>{row}</tr>')
+        body.append(f'<th scope="row">{number}</th>{row}')
     yield f"<h3>{html_text(before)}*</h3>"
-    yield (
-        '<div class="scroll"><table class="map"><thead><tr><th scope="col">layer</th>'
-        f"{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
+    yield html_table("map", ('<th scope="col">layer</th>', heads), body)
     if left or len(kinds) > _MOST_COLUMNS:
         columns = max(0, len(kinds) - _MOST_COLUMNS)
         yield f"<p>not shown: {count_of(left, 'layer')}, {count_of(columns, 'parameter')}</p>"
@@ -170,11 +125,9 @@ def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterat
 
 def _plain(tensors: Sequence[TensorDiff]) -> Iterator[str]:
     yield "<h3>outside the layers</h3>"
-    body = [
-        f'<tr><th scope="row">{html_text(one.name)}</th>{_cell([one])}</tr>'
-        for one in tensors[:_MOST_ROWS]
-    ]
-    yield f'<div class="scroll"><table class="map"><tbody>{"".join(body)}</tbody></table></div>'
+    shown = tensors[:_MOST_ROWS]
+    body = (f'<th scope="row">{html_text(one.name)}</th>{_cell([one])}' for one in shown)
+    yield html_table("map", (), body)
     if len(tensors) > _MOST_ROWS:
         yield f"<p>not shown: {count_of(len(tensors) - _MOST_ROWS, 'tensor')}</p>"
 
@@ -236,13 +189,9 @@ def _differences(tensors: Sequence[TensorDiff]) -> Iterator[str]:
         "differing",
         "NaN or Inf",
     )
-    body = "".join(map(_difference, found[:_MOST_ROWS]))
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     yield "<h3>differences</h3>"
-    yield (
-        "<div "
-        f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    head = (f'<th scope="col">{text}</th>' for text in heads)
+    yield html_table("rows", head, map(_difference, found[:_MOST_ROWS]))
     if len(found) > _MOST_ROWS:
         names = collapse_layers(row.names for row in found[_MOST_ROWS:])
         yield f"<p>not shown: {count_of(len(names), 'row')}; --json lists all</p>"
@@ -260,7 +209,7 @@ def _difference(row: Row) -> str:
         f'<td class="{css}">{html_text(text)}</td>'
         for css, text in zip(classes, texts, strict=True)
     )
-    return f"<tr>{''.join(words)}{cells}</tr>"
+    return f"{''.join(words)}{cells}"
 
 
 def _relative(one: TensorDiff) -> float:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from math import ceil
+from pathlib import Path
 from threading import Lock
 from time import monotonic, time
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.check_report import CLEAN, UNFINISHED, VERDICTS
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
+from ckptfix.diagnosis.run_page import Cell
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
@@ -200,6 +202,11 @@ class ScrubResult(Printable, Serialized, Struct, frozen=True, kw_only=True):
         when = f" (on {moment(self.looked)[:10]})" if self.is_kept and self.looked else ""
         data = f"data: {self.data}" if self.data is not None else "not reached in this run"
         yield line(f"{self.path}: {self.verdict}{when}; {data}", bold=bool(self.status))
+        yield from self.problems(self.path)
+        yield from self.unchecked_lines()
+
+    def problems(self, place: AnyPath | str) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint at ``place``, and the next step."""
         serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
         yield from (
             labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious
@@ -212,8 +219,7 @@ class ScrubResult(Printable, Serialized, Struct, frozen=True, kw_only=True):
             line(f"could not finish: {words}", colour="yellow") for words in self.unfinished
         )
         if serious or self.differences:
-            yield line(f"next: {command('verify' if self.differences else 'check', self.path)}")
-        yield from self.unchecked_lines()
+            yield line(f"next: {command('verify' if self.differences else 'check', place)}")
 
     def unchecked_lines(self) -> Iterator[Line]:
         """Yield what ``check`` left out."""
@@ -329,7 +335,7 @@ class Scrub(Struct, kw_only=True):
             document, looked = report.as_json(), now
             structure = {
                 key: document[key]
-                for key in ("verdict", "status", "findings", "not_checked", "unfinished")
+                for key in ("verdict", "status", "findings", "not_checked", "unfinished", "counts")
             }
         recorded = Recorded(readable_manifest(root), Target(root, None))
         own = {name: state for name, state in files.items() if not _is_own(name)}
@@ -447,6 +453,26 @@ def _kept(path: AnyPath, last: Look) -> ScrubResult:
         path=path, verdict=_NOT_REACHED if is_clean else verdict["verdict"],
         structure=verdict["structure"], looked=last.looked, is_kept=True,
         differences=verdict.get("differences", {}),
+    )  # fmt: skip
+
+
+def cell_of(look: Look, begun: float) -> Cell:
+    """Return what the page shows of a checkpoint. What was last seen before ``begun`` is of an
+    earlier run.
+    """
+    verdict, structure = look.verdict, look.verdict.get("structure", {})
+    result = ScrubResult(
+        path=Path(look.place), verdict=verdict["verdict"], structure=structure,
+        differences=verdict.get("differences", {}),
+    )  # fmt: skip
+    data, about = verdict.get("data"), "no digests, so the data cannot be checked"
+    if data and data["files"]:
+        read = data["files"] - data["never"]
+        since = f" since {str(data['oldest'])[:10]}" if read else ""
+        about = f"files with digests: {read} of {data['files']} read{since}"
+    return Cell(
+        look.place, result.verdict, structure.get("counts", {}).get("bytes", 0), about,
+        tuple(result.problems(look.place)), is_old=look.seen < begun,
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_the_page_says_what_was_printed(folder: Path, capsys: pytest.CaptureFixt
     page = folder.parent / "report.html"
     assert run(["verify", str(folder), "--device-map", "auto", "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert f"report: {page}" in out
+    assert f"page: {page}" in out
     parsed = Page(page.read_text(encoding="utf-8"))
     assert "equal in every byte" in parsed.text
     assert "any device transfer" in parsed.text

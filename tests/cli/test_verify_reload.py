@@ -133,7 +133,7 @@ def test_the_page_of_a_damaged_checkpoint_has_the_findings(
 ) -> None:
     page = damaged.parent / "page.html"
     assert run(["verify", str(damaged), "--device-map", "auto", "--html", str(page)]) == 1
-    assert f"report: {page}" in capsys.readouterr().out
+    assert f"page: {page}" in capsys.readouterr().out
     text = Page(page.read_text(encoding="utf-8")).text
     assert "doubled-model" in text
     assert "reload skipped: the checkpoint is damaged" in text
@@ -196,7 +196,7 @@ def test_a_failed_reload_ends_with_its_verdict_and_the_next_step(
     *_, verdict, step, report = capsys.readouterr().out.splitlines()
     assert verdict == "the reload is not proven: 1 failed line (values)"
     assert step.startswith("next: resume from a checkpoint from before the values were lost")
-    assert report == f"report: {page}"
+    assert report == f"page: {page}"
     text = Page(page.read_text(encoding="utf-8")).text
     assert verdict in text
     assert step in text

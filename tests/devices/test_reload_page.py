@@ -13,7 +13,7 @@ from ckptfix.devices.reload.reload_report import (
     ReloadReport,
     Subject,
 )
-from ckptfix.wording import page_of_lines
+from ckptfix.pages import html_document, html_lines
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e\"'&\ud800"
 VOID = {"meta", "br"}
@@ -71,7 +71,7 @@ def report() -> ReloadReport:
 
 
 def html() -> str:
-    return page_of_lines(f"ckptfix verify {EVIL}", report().lines())
+    return html_document(f"ckptfix verify {EVIL}", [html_lines(report().lines())])
 
 
 def test_it_parses_and_says_what_was_printed() -> None:

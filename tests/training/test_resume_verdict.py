@@ -371,7 +371,7 @@ def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
     assert "also different: losses from step 4" in shown
     assert made.as_json()["differences"][0]["code"] == "not-skipped"
     page = html_page(made)
-    assert page.count('class="no first"') == 2  # the legend and the one cell
+    assert page.count('class="apart first"') == 2  # the legend and the one cell
     assert "<script" not in page
 
 

@@ -111,7 +111,7 @@ def luminance(colour: str) -> float:
 def test_text_has_contrast_in_both_modes(tmp_path: Path) -> None:
     text, _ = page_of(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
     pairs = re.findall(r"background: (#[0-9a-f]{6}); color: (#[0-9a-f]{6})", text)
-    assert len(pairs) == 22, "eleven kinds of cells in two modes"
+    assert len(pairs) == 28, "fourteen kinds of cells in two modes"
     for background, colour in pairs:
         light, dark = sorted((luminance(background), luminance(colour)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, (
@@ -125,7 +125,7 @@ def test_it_fits_a_narrow_window(tmp_path: Path) -> None:
         tmp_path, {f"layers.0.{long}": torch.ones(1)}, {f"layers.0.{long}": torch.zeros(1)}
     )
     assert '<meta name="viewport" content="width=device-width' in text
-    assert page.tags.count("table") == text.count('<div class="scroll"><table'), (
+    assert page.tags.count("table") == text.count('<div class="scroll" tabindex="0"><table'), (
         "a wide table scrolls by itself"
     )
     assert f'<th scope="col" title="{long}"><span>{long}</span></th>' in text

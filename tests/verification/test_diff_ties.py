@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from ckptfix import diff, migrate, verify
 from ckptfix.cli import run
+from ckptfix.pages import html_text
 from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.diff_report import DiffReport, Outcome
 from ckptfix.verification.verify_report import Kind, VerifyReport
 from ckptfix.verification.verify_report import Outcome as Verdict
-from ckptfix.wording import html_text
 from tests.tensors import dcp_making
 
 State = dict[str, torch.Tensor]

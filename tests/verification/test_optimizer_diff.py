@@ -77,7 +77,7 @@ def test_strategies_do_not_matter(saved: Path, name: str) -> None:
         assert (report.status, report.verdict) == (0, "equal")
         assert (
             report.summary
-            == "8 with equal bytes; optimizers: 12 with equal bytes, 72 of 72 values equal"
+            == "model tensors: 8 with equal bytes; optimizers: 12 with equal bytes, 72 of 72 values equal"
         )
 
 
@@ -461,7 +461,7 @@ def test_the_command_line_says_it(
     )
     assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
     assert (
-        "different: 8 with equal bytes; optimizers: 12 with equal bytes, 69 of 72 values equal"
+        "different: model tensors: 8 with equal bytes; optimizers: 12 with equal bytes, 69 of 72 values equal"
         in said
     )
 

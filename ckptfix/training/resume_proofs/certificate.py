@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfix.pages import html_document, html_legend, html_list, html_table, html_text
 from ckptfix.reports import Serialized
 from ckptfix.training.resume_proofs.recorded_runs import STATES, RankRuns
 from ckptfix.training.resume_proofs.resume_verdict import Comparison, Difference
@@ -16,8 +17,6 @@ from ckptfix.wording import (
     Printable,
     Span,
     count_of,
-    html_document,
-    html_text,
     line,
     unchecked_line,
 )
@@ -237,28 +236,7 @@ def _range(steps: tuple[int, ...]) -> str:
 # The HTML page.
 
 _MOST_STEPS = 2000
-_SIGNS = {True: ("eq", "="), False: ("no", "≠"), None: ("", "")}
-
-# Every class sets colour and background together, so that the text has its contrast in both modes.
-_STYLE = """
-:root { color-scheme: light dark; --text: #1f2328; --page: #ffffff; --line: #d0d7de; --bad: #b42318; --good: #1a7f37; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
-       color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-h1, h2, p, li, dd { overflow-wrap: anywhere; }
-table { border-collapse: collapse; } .scroll { overflow-x: auto; }
-th, td { border: 1px solid var(--line); padding: .1rem .3rem; font-size: .8rem; text-align: center; min-width: 1.4rem; }
-[scope=row] { position: sticky; left: 0; background: var(--page); text-align: left; white-space: nowrap; }
-.bad { color: var(--bad); } .good { color: var(--good); }
-.eq { background: #e3f3e8; color: #14532d; } .no { background: #fbd5cf; color: #7f1d1d; }
-.first { outline: 3px solid var(--bad); outline-offset: -3px; font-weight: 700; }
-.legend { display: flex; flex-wrap: wrap; gap: .3rem; padding: 0; list-style: none; font-size: .8rem; }
-.legend li { border: 1px solid var(--line); padding: .1rem .5rem; }
-@media (prefers-color-scheme: dark) {
-:root { --text: #e6edf3; --page: #0d1117; --line: #3d444d; --bad: #ff8f86; --good: #56d364; }
-.eq { background: #12291b; color: #8ddfa6; } .no { background: #4c1512; color: #ffc9c2; }
-}
-"""
+_SIGNS = {True: ("eq", "="), False: ("apart", "≠"), None: ("", "")}
 
 
 def html_page(certificate: Certificate) -> str:
@@ -266,14 +244,13 @@ def html_page(certificate: Certificate) -> str:
     verdict, *rest = map(str, certificate.lines())
     css = "good" if certificate.status == 0 else "bad"
     parts = [
-        "<h1>ckptfix prove-resume</h1>",
         f'<p><strong class="{css}">{html_text(verdict)}</strong></p>',
-        f"<ul>{''.join(f'<li>{html_text(one.strip())}</li>' for one in rest)}</ul>",
+        html_list(map(str.strip, rest)),
         *_chart(certificate),
         "<h2>Runs</h2>",
         f"<dl>{''.join(_run(certificate, name) for name in certificate.commands)}</dl>",
     ]
-    return html_document(f"ckptfix prove-resume {certificate.script}", _STYLE, parts)
+    return html_document(f"ckptfix prove-resume {certificate.script}", parts)
 
 
 def _run(certificate: Certificate, name: str) -> str:
@@ -287,21 +264,17 @@ def _chart(certificate: Certificate) -> Iterator[str]:
     steps = certificate.steps[:_MOST_STEPS]
     first = {(one.state, one.step) for one in certificate.differences[:1]}
     yield "<h2>Resumed run vs. uninterrupted run</h2>"
-    yield (
-        '<ul class="legend"><li class="eq">= equal</li><li class="no">≠ different</li>'
-        '<li class="no first">≠ first difference</li></ul>'
+    yield html_legend(
+        [("eq", "= equal"), ("apart", "≠ different"), ("apart first", "≠ first difference")]
     )
-    heads = "".join(f'<th scope="col">{step}</th>' for step in steps)
+    heads = ['<th scope="col">step</th>', *(f'<th scope="col">{step}</th>' for step in steps)]
     rows = []
     for state, strip in certificate.strips.items():
         cells = "".join(
             _cell(state, step, strip[at], (state, step) in first) for at, step in enumerate(steps)
         )
-        rows.append(f'<tr><th scope="row">{html_text(state)}</th>{cells}</tr>')
-    yield (
-        f'<div class="scroll"><table><thead><tr><th scope="col">step</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        rows.append(f'<th scope="row">{html_text(state)}</th>{cells}')
+    yield html_table("map steps", heads, rows)
     if len(certificate.steps) > _MOST_STEPS:
         yield (
             f"<p>not shown: {len(certificate.steps) - _MOST_STEPS} more steps; --json lists all</p>"

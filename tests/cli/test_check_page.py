@@ -1,0 +1,105 @@
+"""``check -r --html``: runs as a page of cells, from left to right in time."""
+
+import os
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ckptfix.cli import run
+from ckptfix.storage.stores import open_store
+
+ROOT = Path(__file__).parents[2] / "fixtures"
+SOUND = ROOT / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
+DOUBLED = ROOT / "golden" / "doubled-model" / "checkpoint"
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Keeps the classes, names and details of the cells, and refuses tags that are left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        css = dict(attrs).get("class") or ""
+        if css.startswith("cell "):
+            self.cells.append((css, ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.cells:
+            css, text = self.cells[-1]
+            self.cells[-1] = css, text + data
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for number in (2, 10, 1):
+        shutil.copytree(SOUND, tmp_path / "runs" / "a" / f"checkpoint_{number}")
+    shutil.copytree(DOUBLED, tmp_path / "runs" / "a" / "checkpoint_11")
+    shutil.copytree(SOUND, tmp_path / "runs" / "<b>" / "checkpoint_3")
+    return tmp_path / "runs"
+
+
+def test_a_run_is_a_row_with_its_checkpoints_in_time(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run(["check", "-r", str(runs), "--html", str(page)]) == 1
+    text = page.read_text()
+    shown = Page(text)
+    names = [re.match(r"checkpoint_\d+(?=\d\d\.\d KiB)", words) for _, words in shown.cells]
+    assert [name[0] for name in names if name] == [
+        "checkpoint_3", "checkpoint_1", "checkpoint_2", "checkpoint_10", "checkpoint_11",
+    ]  # fmt: skip
+    assert [css for css, _ in shown.cells] == [
+        "cell clean newest", "cell clean", "cell clean", "cell clean newest", "cell damaged",
+    ]  # fmt: skip
+    damaged = shown.cells[-1][1]
+    assert "error doubled-model: " in damaged
+    assert f"next: ckptfix repair {runs}/a/checkpoint_11" in damaged
+    assert "KiB" in damaged
+    assert f"the newest one without problems: {runs}/a/checkpoint_10" in shown.text
+    assert "5 checkpoints: 4 clean, 1 damaged" in shown.text
+    assert "&lt;b&gt;" in text
+    assert "<script" not in text
+
+
+def test_the_page_is_of_runs_and_overwrites_nothing(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert run(["check", str(runs / "a" / "checkpoint_1"), "--html", str(page)]) == 2
+    assert "--html shows the checkpoints of runs; add -r" in capsys.readouterr().err
+    page.write_text("mine")
+    assert run(["check", "-r", str(runs), "--html", str(page)]) == 2
+    assert page.read_text() == "mine"
+    assert run(["check", "-r", str(runs), "--html", str(runs / "page.html")]) == 2
+    assert not (runs / "page.html").exists()
+
+
+def test_the_page_of_a_store_names_urls(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    url = f"memory://{os.urandom(6).hex()}/run"
+    for name in ("checkpoint_1", "checkpoint_2"):
+        store = open_store(f"{url}/{name}")
+        for path in SOUND.iterdir():
+            is_cut = (name, path.name) == ("checkpoint_2", "model.safetensors")
+            store.put(path.name, path.read_bytes()[: -4 if is_cut else None])
+    assert run(["check", "-r", url, "--html", str(page)]) == 1
+    shown = Page(page.read_text())
+    assert [css for css, _ in shown.cells] == ["cell clean newest", "cell damaged"]
+    assert "truncated-file" in shown.text
+    assert f"resume from {url}/checkpoint_1" in shown.text
