@@ -173,24 +173,38 @@ def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...
 def are_equal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> bool:
     """Return whether two folders have the same bytes at these places, in files of the same sizes.
     Raises OSError.
+    """
+    return first_unequal(root, other, pieces) is None
+
+
+def first_unequal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> Piece | None:
+    """Return a page of a piece that differs in two folders, None where all pieces are equal. Raises
+    OSError.
 
     The first piece of each file is compared before the rest: of a healthy save nothing else is
     read. Objects of a store are compared by their ETags, which S3 and the Hub make from the bytes:
     to read one sample costs as many requests as a whole check of a small folder.
     """
     files = _by_file(pieces)
-    by_etags = are_equal_by_etags(root, other, [path for path, _ in files])
-    if by_etags is not None:
-        return by_etags
+    etags = [(path, etag_of(root / path), etag_of(other / path)) for path, _ in files]
+    if any(ours or theirs for _, ours, theirs in etags):
+        return next((Piece(path, 0, 0) for path, ours, theirs in etags if ours != theirs), None)
     for is_first in (True, False):
         for path, runs in files:
             with open_reader(root / path) as reader, open_reader(other / path) as reader_of_other:
-                if reader.size != reader_of_other.size:
-                    return False
                 some = runs[:1] if is_first else runs[1:]
-                if first_difference(reader, reader_of_other, some) is not None:
-                    return False
-    return True
+                if reader.size != reader_of_other.size:
+                    return _page(path, runs[0], runs[0].offset_a)
+                difference = first_difference(reader, reader_of_other, some)
+                if difference is not None:
+                    return _page(path, some[difference.run], difference.offset_a)
+    return None
+
+
+def _page(path: PurePosixPath, run: Run, offset: int) -> Piece:
+    """Return the page of a run with the byte at this offset of a file."""
+    begin = offset - (offset - run.offset_a) % SAMPLE
+    return Piece(path, begin, min(SAMPLE, run.offset_a + run.length - begin))
 
 
 def are_equal_by_etags(

@@ -43,6 +43,8 @@ from ckptfix.diagnosis.findings.misplaced import (
     MisplacedEntry,
     MixedRates,
     MixedSteps,
+    OtherBeginning,
+    PerhapsOtherBeginning,
     UnexplainedRates,
     UnknownState,
 )
@@ -288,13 +290,23 @@ class _Progress(NamedTuple):
     ``rates``: of the param groups of optimizers. ``holders``: rates -> the positions of the
     optimizers that have them, so that each of 1,000 schedulers need not look at 1,000 optimizers.
     ``last``: rates that schedulers gave last. ``moves``: of the scheduler, None for one whose moves
-    are not the Trainer's steps.
+    are not the Trainer's steps. ``initial`` and ``base``: the rates at the beginning of the run, as
+    optimizers and schedulers record them.
     """
 
     rates: Mapping[int, tuple[float, ...]]
     holders: Mapping[tuple[float, ...], Sequence[int]]
     last: Mapping[int, tuple[float, ...]]
     moves: int | None
+    initial: Mapping[int, tuple[float, ...]]
+    base: Mapping[int, tuple[float, ...]]
+
+    def began_apart(self, index: int) -> bool | None:
+        """Return whether a scheduler began with other rates than any optimizer, None where that is
+        not known.
+        """
+        initial, base = self.initial.get(index), self.base.get(index)
+        return base not in self.initial.values() if initial and base else None
 
     def disagrees(self, index: int) -> bool | None:
         """Return whether a scheduler gave its optimizer other rates, None where that is not
@@ -316,6 +328,7 @@ class _Progress(NamedTuple):
 class _Neighbour(NamedTuple):
     name: str
     progress: _Progress
+    is_earlier: bool
 
 
 def diagnose_progress(case: Case) -> Iterator[Finding]:
@@ -339,13 +352,25 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
     crossed = [
         index for index in compared if index in files and own.partner_of(index) not in (index, None)
     ]
-    if apart or crossed:
+    told = case.paths(MismatchedRates, UnusableRates)
+    strange = [
+        index
+        for index, path in compared.items()
+        if index in files and index not in apart and path not in told and own.began_apart(index)
+    ]
+    if apart or crossed or strange:
         near = [
-            _Neighbour(neighbour.name, _progress(there, list(saved_optimizers(there, ()))))
+            _Neighbour(
+                neighbour.name,
+                _progress(there, list(saved_optimizers(there, ()))),
+                neighbour.is_earlier,
+            )
             for neighbour, there in scanned(neighbours.spread(), Role.OPTIMIZER, Role.SCHEDULER)
         ]
         for index in apart:
             yield from _mixed_rates(own, near, index, files[index], schedulers[index])
+        for index in strange:
+            yield from _other_beginning(own, near, index, files[index], schedulers[index])
         yield from _exchanged_rates(own, near, crossed, files, schedulers)
     elif own.moves is not None and case.step is not None and own.moves != case.step:
         yield from _mixed_steps(own.moves, case.step, neighbours, schedulers[0])
@@ -366,7 +391,7 @@ def _mixed_rates(
     """
     rates, last = own.rates[index], own.last[index]
     of_optimizer, of_scheduler, agreeing = "", "", 0
-    for name, other in near:
+    for name, other, _ in near:
         is_exchanged = other.last.get(index) == rates and other.rates.get(index) == last
         if other.disagrees(index) and not is_exchanged:
             return
@@ -388,6 +413,35 @@ def _mixed_rates(
     )
 
 
+def _other_beginning(
+    own: _Progress,
+    near: Sequence[_Neighbour],
+    index: int,
+    optimizer: PurePosixPath,
+    scheduler: PurePosixPath,
+) -> Iterator[OtherBeginning]:
+    """Yield that one of the two files is of another run: their rates now are equal, as where both
+    schedules ended at 0, but those at the beginning of the run are not.
+
+    A script that restores one of the two alone, or sets ``base_lrs`` after a resume, has such files
+    in each later checkpoint: its first one is a note until the next save.
+    """
+    answers = [(save, save.progress.began_apart(index)) for save in near]
+    agreeing = [save for save, is_apart in answers if is_apart is False]
+    if not agreeing or any(is_apart for _, is_apart in answers):
+        return
+    initial, base = own.initial[index], own.base[index]
+    known = agreeing[0].progress
+    is_of_optimizer = base == known.base[index] and initial != known.initial[index]
+    is_sure = is_of_optimizer or are_on_both_sides(save.is_earlier for save in agreeing)
+    yield (OtherBeginning if is_sure else PerhapsOtherBeginning)(
+        path=optimizer if is_of_optimizer else scheduler,
+        partner=str(scheduler if is_of_optimizer else optimizer),
+        rates=initial if is_of_optimizer else base,
+        expected=base if is_of_optimizer else initial,
+    )
+
+
 def _exchanged_rates(
     own: _Progress,
     near: Sequence[_Neighbour],
@@ -405,7 +459,7 @@ def _exchanged_rates(
         partner = own.partner_of(index)
         assert partner is not None
         is_mutual = own.partner_of(partner) == index
-        pairs_near = [(name, progress.partner_of(index)) for name, progress in near]
+        pairs_near = [(name, progress.partner_of(index)) for name, progress, _ in near]
         known = [name for name, position in pairs_near if position == index]
         is_contradicted = any(position not in (index, None) for _, position in pairs_near)
         if not known or is_contradicted or (is_mutual and partner < index):
@@ -448,6 +502,7 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
         for one in folder.components
         if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
     }
+    optimizers = list(optimizers)
     with suppress(FormatError):
         rates = {
             saved.index: numbers_of([group.get("lr") for group in saved.values])
@@ -465,8 +520,27 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
                 if _has_moved(state)
             },
             moves=moves_of(states.get(0)) if len(states) == 1 else None,
+            initial={
+                saved.index: numbers_of([group.get("initial_lr") for group in saved.values])
+                for saved in optimizers
+            },
+            base={
+                index: numbers_of(items_of(child(state, "base_lrs")))
+                for index, state in states.items()
+                if _begins_as_the_optimizer(state)
+            },
         )
-    return _Progress({}, {}, {}, None)
+    return _Progress({}, {}, {}, None, {}, {})
+
+
+def _begins_as_the_optimizer(state: Any) -> bool:
+    """Return whether a schedule of torch has the rates of its optimizer as its own at the
+    beginning.
+
+    CyclicLR has rates of its own, and so may each schedule of a sequence.
+    """
+    keys = text_keys(state)
+    return "base_lrs" in keys and keys.isdisjoint(("_schedulers", "max_lrs"))
 
 
 def _has_moved(state: Any) -> bool:

@@ -227,6 +227,10 @@ def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
     return "copy the file again from its source, or use an older checkpoint"
 
 
+_MOST_RATES = 3
+"""Learning rates named in a sentence."""
+
+
 class MixedSaves(Finding, frozen=True, kw_only=True):
     """Two files with different progress: they may be of two saves.
 
@@ -238,8 +242,9 @@ class MixedSaves(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an optimizer and its scheduler have different learning rates, or the Trainer's "
-        "scheduler has the step count of another checkpoint: the folder may mix two saves"
+        "an optimizer and its scheduler have different learning rates, now or at the beginning "
+        "of the run, or the Trainer's scheduler has the step count of another checkpoint: the "
+        "folder may mix two saves"
     )
 
     save: str = ""
@@ -282,6 +287,46 @@ class UnexplainedRates(MixedRates, frozen=True):
     """
 
     severity = Severity.WARNING
+
+
+class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
+    """An optimizer and its scheduler that began with different learning rates: those of two runs."""
+
+    severity = Severity.WARNING
+
+    rates: tuple[float, ...]
+    expected: tuple[float, ...]
+
+    def __str__(self) -> str:
+        rates, expected = map(_in_words, (self.rates, self.expected))
+        return (
+            f"{self.path}: it began with {rates} (expected {expected}, as in {self.partner}): one "
+            "of the two may be of another run"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one run together."""
+        return (
+            "the load succeeds, but training would continue from a mix of two runs: copy both "
+            "files again from one save, or resume from another checkpoint; ignore this if the "
+            "script restores only one of them, or sets the rates of the scheduler itself"
+        )
+
+
+class PerhapsOtherBeginning(OtherBeginning, frozen=True):
+    """The same of the scheduler at an end of the run, where a script may have begun to set its
+    rates.
+    """
+
+    severity = Severity.NOTE
+
+
+def _in_words(rates: tuple[float, ...]) -> str:
+    noun = "learning rate" if len(rates) == 1 else "learning rates"
+    shown = ", ".join(repr(rate) for rate in rates[:_MOST_RATES])
+    more = f" and {len(rates) - _MOST_RATES} more" if len(rates) > _MOST_RATES else ""
+    return f"{noun} {shown}{more}"
 
 
 class ExchangedRates(MixedSaves, frozen=True, kw_only=True):

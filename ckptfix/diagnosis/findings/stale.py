@@ -4,6 +4,10 @@ complete one.
 
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.interrupted import InterruptedSave
+from ckptfix.wording import series
+
+_MOST_SHOWN = 2
+"""Files named in a sentence after the first one."""
 
 
 class StaleSave(Finding, frozen=True, kw_only=True):
@@ -12,16 +16,18 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     ``save``: the earlier checkpoint. ``state``: what is equal, in words. ``counter``: what moved,
     "" for nothing, from ``begin`` to ``end``. ``rate``: the learning rate, None where it is not
     known. ``sampled``: the first bytes of each tensor were compared. ``is_undecided``: nothing shows
-    which of the two checkpoints has the bytes of the other.
+    which of the two checkpoints has the bytes of the other. ``between``: the checkpoint before this
+    one, where ``save`` is further back; it has other values. ``more``: files of which the same is
+    true as of the one at ``path``.
     """
 
     code = "stale-save"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a checkpoint has the weights or the optimizer of the previous checkpoint although a "
-        "counter moved, so the save wrote old bytes; or it has the optimizer of the next "
-        "checkpoint. Only a note if no counter moved, as in a copy"
+        "a checkpoint has the weights or the optimizer of an earlier checkpoint although a "
+        "counter moved, so the save wrote old bytes; or it has the optimizer of a later "
+        "checkpoint. Only a note if nothing else changed, as in a copy"
     )
 
     save: str
@@ -32,6 +38,8 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     rate: float | None = None
     sampled: bool
     is_undecided: bool = False
+    between: str = ""
+    more: tuple[str, ...] = ()
 
     @property
     def doubted(self) -> str:
@@ -41,27 +49,45 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         rate = f" at a learning rate of {self.rate:.3g}" if self.rate is not None else ""
         are, wanted = ("as in", "different") if self.is_undecided else ("of", "new")
+        why = f"{self.counter} went from {self.begin:.15g} to {self.end:.15g}{rate}"
+        if not self.counter:
+            why = "the weights differ"
         return (
-            f"{self.path}: {self.state} {are} {self.save} (expected {wanted} values: "
-            f"{self.counter} went from {self.begin:.15g} to {self.end:.15g}{rate}){self._compared}"
+            f"{self._files}: {self.state} {are} {self.save} (expected {wanted} values: {why})"
+            f"{self._compared}"
         )
+
+    @property
+    def _files(self) -> str:
+        shown = self.more[:_MOST_SHOWN]
+        hidden = len(self.more) - len(shown)
+        words = (str(self.path), *shown, *((f"{hidden} more",) if hidden else ()))
+        return series(words)
 
     @property
     def advice(self) -> str:
         """Advice to find out what the script saves."""
+        cause = (
+            "check what the script saves (an asynchronous copy that was not awaited, another model "
+            "object). If nothing was trained between the two saves, ignore this"
+        )
+        if self.between:
+            cause = f"If the script itself went back to the values of {self.save}, ignore this"
         if self.is_undecided:
+            instead = self.between or f"a checkpoint before {self.save}"
+            cause = f". {cause}" if self.between else f", and {cause}"
             return (
                 "either this save wrote old bytes, or its bytes were copied into "
-                f"{self.save}; the files do not show which. Resume from a checkpoint before "
-                f"{self.save}, and check what the script saves (an asynchronous copy that was "
-                "not awaited, another model object). If nothing was trained between the two "
-                "saves, ignore this"
+                f"{self.save}; the files do not show which. Resume from {instead}{cause}"
+            )
+        if self.between:
+            return (
+                f"a resume would continue from the older values: resume from {self.between}. "
+                f"{cause}"
             )
         return (
             "a resume would continue from the older values: resume from a checkpoint before "
-            f"{self.save}, or from {self.save} itself, and check what the script saves (an "
-            "asynchronous copy that was not awaited, another model object). If nothing was "
-            "trained between the two saves, ignore this"
+            f"{self.save}, or from {self.save} itself, and {cause}"
         )
 
     @property
@@ -105,17 +131,18 @@ class LaterState(StaleSave, frozen=True, kw_only=True):
 
 
 class OldShard(StaleSave, frozen=True):
-    """A shard, or the model of a sub-folder, with the weights of an earlier checkpoint, next to new
+    """Shards, or the model of a sub-folder, with the weights of an earlier checkpoint, next to new
     ones.
     """
 
     @property
     def advice(self) -> str:
-        """Advice to get the file of this save."""
+        """Advice to get the files of this save."""
+        instead = self.between or f"a checkpoint before {self.save}"
         return (
-            f"this checkpoint or {self.save} mixes two saves: copy {self.path} of both again "
-            f"from their source, or resume from a checkpoint before {self.save}. If the "
-            "script did not train these weights, ignore this"
+            f"this checkpoint or {self.save} mixes two saves: copy "
+            f"{'these files' if self.more else self.path} of both again from their source, or "
+            f"resume from {instead}. If the script did not train these weights, ignore this"
         )
 
 
