@@ -25,6 +25,7 @@ from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.compared_entries import ComparedEntry, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
+    BrokenKeys,
     ChangedEntry,
     DeeperModel,
     LowerPrecision,
@@ -123,6 +124,7 @@ def diagnose_exchanged(
         or any(neighbour.is_repaired for neighbour in near),
         is_recorded=manifest is not None and manifest.is_of_a_save,
         is_of_another_run=not near[0].is_of_same_run,
+        nearest=near[0].folder.root.name,
     )
     for role, own, known in compared:
         yield from _misplaced(
@@ -153,6 +155,7 @@ class _Change(NamedTuple):
     is_renamed_by_repair: bool
     is_recorded: bool
     is_of_another_run: bool
+    nearest: str
 
     def is_alone(self, role: Role) -> bool:
         """Return whether entries of this role alone differ: no script changes its models or its
@@ -475,12 +478,11 @@ def _misplaced(
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
-        is_deeper = (
-            role is Role.MODEL
-            and change.is_alone(role)
-            and is_newest
-            and len(near) > 1
-            and entry.is_deeper(expected)
+        is_new_alone = role is Role.MODEL and change.is_alone(role) and is_newest and len(near) > 1
+        is_broken = (
+            is_new_alone
+            and not change.is_renamed_by_repair
+            and (entry.is_renamed(expected) or bool(entry.lost_part(expected)))
         )
         is_wrong = (
             is_emptied
@@ -491,13 +493,19 @@ def _misplaced(
             is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
         )
         holds, wanted = entry.difference(expected)
-        kind = DeeperModel if is_deeper else ChangedEntry
-        yield (MisplacedEntry if is_wrong else kind)(
+        kind: type[MisplacedEntry] = MisplacedEntry
+        facts = {}
+        if is_broken:
+            kind, facts = BrokenKeys, {"script": change.nearest}
+        elif not is_wrong:
+            kind = DeeperModel if is_new_alone and entry.is_deeper(expected) else ChangedEntry
+        yield kind(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",
             effect=_effect(entry, expected, effect),
             remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
+            **facts,
         )
 
 

@@ -93,6 +93,23 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     severity = Severity.NOTE
 
 
+class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
+    """The newest model with renamed keys, or without a part of a module, next to the optimizer of
+    the checkpoints before it. ``script``: the last of these.
+    """
+
+    script: str
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and the change of a script that explains it."""
+        remedy = self.remedy or _right_file(self.path, "")
+        return (
+            f"with the script of {self.script}, {self.effect}: {remedy}. If the script has changed "
+            f"these modules after {self.script}, ignore this"
+        )
+
+
 class DeeperModel(MisplacedEntry, frozen=True):
     """A model with more layers than those in checkpoints next to it, of which the optimizer is not
     told: of another run, or of a script that froze what it had. The load may succeed.
