@@ -14,7 +14,7 @@ from ckptfix.cli.report import INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, Verb, or_here
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.check_report import CLEAN, VERDICTS, CheckReport
+from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath
@@ -150,7 +150,8 @@ def _check_all(
             if result.all_load:
                 has_loaded.set()
             doubted = filter(None, (finding.doubted for finding in result.all_findings))
-            runs.end(checkpoint, place, result.known, doubted)
+            differs = result.verdict == DIFFERENT
+            runs.end(checkpoint, place, result.known, doubted, differs=differs)
         # Models below have a report of their own there.
         return result.alone()
 

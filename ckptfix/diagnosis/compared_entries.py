@@ -121,8 +121,8 @@ class ComparedEntry(NamedTuple):
         """Return the key of a tensor that alone is missing of its module, "" where none is, or more
         differs than such keys.
 
-        Integers are no such tensor: libraries stop to save the indexes of positions, and torch
-        makes up for the ``num_batches_tracked`` of a BatchNorm.
+        Integers do not count: libraries stop saving the indexes of positions, and torch makes up
+        for the ``num_batches_tracked`` of a BatchNorm.
         """
         if not self.shapes.items() < entry.shapes.items():
             return ""

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
-from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_model_config
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config, versions_of
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.compared_entries import ComparedEntry, sizes_of_groups
@@ -312,8 +312,8 @@ def _neighbours(
 
 def _versions(root: AnyPath) -> tuple[tuple[str, str], ...]:
     """Return the versions of the libraries that saved a checkpoint, by its configs."""
-    configs = [read_model_config(root, name) for name in (CONFIG, ADAPTER)]
-    return tuple(version for config in configs for version in config.libraries)
+    configs = [read_config(root, name) for name in (CONFIG, ADAPTER)]
+    return tuple(version for config in configs for version in versions_of(config))
 
 
 def _has_outline(path: AnyPath, component: Component) -> bool:

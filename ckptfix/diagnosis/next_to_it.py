@@ -19,6 +19,7 @@ from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
+from ckptfix.diagnosis.other_configs import other_configs
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.unfinished_copies import unmarked
@@ -73,6 +74,7 @@ def missing_here(
                 isinstance(finding, MismatchedRates) for finding in diagnosis.findings
             ),
         ),
+        *other_configs(folder, neighbours),
         *surplus_objects(folder, neighbours),
         *(
             finding

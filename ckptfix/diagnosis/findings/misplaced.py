@@ -91,6 +91,7 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     """
 
     severity = Severity.NOTE
+    differs = True
 
 
 class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
@@ -158,6 +159,7 @@ class LowerPrecision(RoundedEntry, frozen=True):
     """A model in a lower precision at an end of the run: the script may have changed it."""
 
     severity = Severity.NOTE
+    differs = True
 
     @property
     def advice(self) -> str:
