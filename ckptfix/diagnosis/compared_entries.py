@@ -119,17 +119,19 @@ class ComparedEntry(NamedTuple):
 
     def lost_part(self, entry: "ComparedEntry") -> str:
         """Return the key of a tensor that alone is missing of its module, "" where none is, or more
-        differs than such keys.
+        differs than missing keys.
 
+        A script that stops tracking the statistics of a BatchNorm drops two tensors of each.
         Integers do not count: libraries stop saving the indexes of positions, and torch makes up
-        for the ``num_batches_tracked`` of a BatchNorm.
+        for ``num_batches_tracked``.
         """
         if not self.shapes.items() < entry.shapes.items():
             return ""
         modules = {key.rpartition(".")[0] for key in self.shapes}
-        lost = sorted(entry.shapes.keys() - self.shapes.keys())
-        parts = (key for key in lost if key.rpartition(".")[0] in modules)
-        return next((key for key in parts if entry.dtypes[key].startswith(("F", "BF"))), "")
+        lost = [key for key in entry.shapes.keys() - self.shapes if is_float(entry.dtypes[key])]
+        counts = Counter(key.rpartition(".")[0] for key in lost)
+        alone = modules & {module for module, count in counts.items() if count == 1}
+        return min((key for key in lost if key.rpartition(".")[0] in alone), default="")
 
     def is_shuffled(self, entry: "ComparedEntry") -> bool:
         """Return whether an optimizer has the groups and the moments of an entry, and gives them to
@@ -217,6 +219,11 @@ def _most_alike(renamed: str, own: Mapping[str, Shape], there: Mapping[str, Shap
     """Return the key that a renamed one most likely had."""
     lost = sorted(key for key in there.keys() - own if there[key] == own[renamed])
     return max(lost, key=lambda key: sum(map(eq, key, renamed)))
+
+
+def is_float(dtype: str) -> bool:
+    """Return whether a dtype is one of floating point numbers."""
+    return dtype.startswith(("F", "BF"))
 
 
 def _last(key: str) -> str:

@@ -24,7 +24,7 @@ from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config, versions_of
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.compared_entries import ComparedEntry, sizes_of_groups
+from ckptfix.diagnosis.compared_entries import ComparedEntry, is_float, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
     BrokenKeys,
     ChangedEntry,
@@ -596,13 +596,9 @@ def _is_rounded(dtype: str, expected: str) -> bool:
     """Return whether a conversion of a floating point type loses digits: also between F16 and BF16,
     and to integers.
     """
-    if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not _is_float(expected):
+    if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not is_float(expected):
         return False
-    return not _is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("F", "BF"))
+    return not is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
 
 
 def _has_wrappers(keys: Collection[str]) -> bool:

@@ -225,16 +225,18 @@ def test_a_module_that_a_script_renames_is_told_for_its_first_save_alone(tmp_pat
     assert latest_checkpoint(tmp_path) == folders[4]
 
 
-@pytest.mark.parametrize("to", ["weights", "buffers"])
-def test_a_library_that_saves_other_keys_is_a_note_at_most(to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["weights", "buffers", "statistics"])
+def test_a_run_that_saves_other_keys_since_is_a_note_at_most(to: str, tmp_path: Path) -> None:
     """torch's parametrizations rename the keys of ``weight_norm``, and load both; libraries stopped
-    to save indexes of positions.
+    to save indexes of positions. A script may normalize by each batch alone from some save on.
     """
 
-    class Layer(Net):
+    class Layer(Normed):
         def __init__(self, *, is_newer: bool) -> None:
             super().__init__()
-            if to == "buffers":
+            if to == "statistics":
+                self.norm = nn.BatchNorm1d(3, track_running_stats=not is_newer)
+            elif to == "buffers":
                 ids = torch.arange(3)
                 self.first.register_buffer("position_ids", ids, persistent=not is_newer)
             elif is_newer:

@@ -189,6 +189,23 @@ def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, p
             assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
 
 
+@pytest.mark.parametrize("is_upgraded", [False, True])
+def test_keys_that_another_version_may_have_renamed_are_a_note(
+    run: Path, is_upgraded: bool
+) -> None:
+    root = run / "checkpoint-4"
+    weights = load_file(root / WEIGHTS)
+    changed(lambda state: {key.replace("pooler", "poler"): state[key] for key in state})(root)
+    assert resumed(root, weights) == "others"
+    if is_upgraded:
+        config = json.loads((root / "config.json").read_text())
+        config["transformers_version"] = "9.0.0"
+        (root / "config.json").write_text(json.dumps(config))
+    ((severity, sentence),) = told(root)
+    assert severity == ("note" if is_upgraded else "warning")
+    assert "2 of 25 keys renamed, such as 'bert.poler.dense.bias' (expected" in sentence
+
+
 def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
     checkpoints = train(tmp_path / "run", dtype=torch.bfloat16)
     changed(lambda weights: {key: value.float() for key, value in weights.items()})(checkpoints[1])
