@@ -96,7 +96,7 @@ def _near(
     folder: CheckpointFolder, name: str, neighbours: Neighbours, below: PurePosixPath | None
 ) -> Iterator[tuple[bool, str, frozenset[_Difference]]]:
     """Yield whether a checkpoint next to one is an earlier one, its name, and the differences of
-    its config; nothing more from one with equal settings on.
+    its config, up to a checkpoint without any.
 
     Runs of a sweep differ in such settings. A model that grew has other shapes, too.
     """
@@ -107,12 +107,14 @@ def _near(
             there = root / below if below is not None else root
             # Each read of a store costs a request.
             if are_equal_by_etags(folder.root, there, [PurePosixPath(name)]):
+                yield neighbour.is_earlier, neighbour.name, frozenset()
                 return
             own, config = read_config(folder.root, name), read_config(there, name)
             if not (library_of(own) and library_of(config)):
                 continue
             differences = frozenset(_differences(own, config))
             if not differences:
+                yield neighbour.is_earlier, neighbour.name, differences
                 return
             scan = scan_folder(there, wanted=lambda file: file.is_of_library)
             if _shapes(folder) == _shapes(scan):
@@ -131,7 +133,7 @@ def _differences(own: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[_
         if value == wanted or (not is_of_same_version and None in (value, wanted)):
             continue
         # A pattern can stand for the same modules as a list.
-        if not isinstance(value, str) or not isinstance(wanted, list):
+        if {type(value), type(wanted)} != {str, list}:
             yield _Difference(setting, _in_words(value), _in_words(wanted))
 
 
@@ -159,11 +161,13 @@ def _is_size(difference: _Difference) -> bool:
 
 def _shapes(folder: CheckpointFolder) -> Counter[Shape]:
     """Return the shapes of the tensors that a library loads from a folder. A repair can rename
-    their keys.
+    their keys, and drop models of other numbers.
     """
     return Counter(
         tensor.shape
         for component in folder.components
-        if component.name.is_of_library and component.role is not Role.WEIGHTS_INDEX
+        if component.name.is_of_library
+        and component.name.index == 0
+        and component.role is not Role.WEIGHTS_INDEX
         for tensor in component.tensors
     )

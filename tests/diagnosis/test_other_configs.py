@@ -158,6 +158,10 @@ def test_a_setting_that_a_script_changed_is_a_note_for_its_first_save(
     )
     shutil.copytree(run / "checkpoint-3", run / "checkpoint-4")
     assert [told(root) for root in sorted(run.iterdir())] == [[]] * 4
+    # The third one has the setting of the first one again.
+    edit(run / "checkpoint-1" / ADAPTER, lora_alpha=32)
+    edit(run / "checkpoint-4" / ADAPTER, lora_alpha=8)
+    assert told(run / "checkpoint-3") == []
 
 
 def test_runs_of_a_sweep_have_other_settings(adapted: Path, tmp_path: Path) -> None:
