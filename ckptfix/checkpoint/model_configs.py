@@ -178,6 +178,13 @@ def library_of(config: Mapping[str, Any]) -> str:
     return "transformers" if isinstance(config.get("architectures"), list) else ""
 
 
+def versions_of(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the libraries whose versions a config records, with these."""
+    return tuple(
+        (library, config[key]) for library, key in _VERSIONS if isinstance(config.get(key), str)
+    )
+
+
 def library_of_names(path: AnyPath) -> str:
     """Return the library that finds the weights next to a config by their name, "" where it does
     not say for sure.
@@ -219,7 +226,7 @@ def config_of_model(folder: AnyPath) -> ConfigOfModel | None:
     """
     with suppress(OSError, ValueError):
         config = _read_object(folder / CONFIG)
-        if any(isinstance(config.get(version), str) for _, version in _VERSIONS):
+        if versions_of(config):
             kept = {key: value for key, value in config.items() if key not in _OF_NO_KEYS}
             return ConfigOfModel(kept, "optimization_step" in config)
     return None

@@ -15,7 +15,7 @@ from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publi
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.check_report import CLEAN, VERDICTS, CheckReport
+from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath, is_url
@@ -166,7 +166,8 @@ def _check_all(
             if result.all_load:
                 has_loaded.set()
             doubted = filter(None, (finding.doubted for finding in result.all_findings))
-            runs.end(checkpoint, place, result.known, doubted)
+            differs = result.verdict == DIFFERENT
+            runs.end(checkpoint, place, result.known, doubted, differs=differs)
         # Models below have a report of their own there.
         return result.alone()
 

@@ -103,6 +103,7 @@ class Runs:
         self._places = frozenset(str(absolute(place)) for place in places)
         self._unclean: dict[AnyPath, set[str]] = {}
         self._doubted: set[AnyPath] = set()
+        self._different: set[AnyPath] = set()
         self._runs: dict[AnyPath, None] = {}
         self._newest: dict[AnyPath, frozenset[AnyPath]] = {}
         self._compared: dict[AnyPath, frozenset[AnyPath]] = {}
@@ -123,9 +124,18 @@ class Runs:
             with self._lock:
                 self._unclean.setdefault(path.parent, set()).add(path.name)
 
-    def end(self, path: AnyPath, place: AnyPath, status: int, doubted: Iterable[str] = ()) -> None:
+    def end(
+        self,
+        path: AnyPath,
+        place: AnyPath,
+        status: int,
+        doubted: Iterable[str] = (),
+        *,
+        differs: bool = False,
+    ) -> None:
         """Take the exit status of a checkpoint. ``place``: the same, opened where a store has it.
-        ``doubted``: names of checkpoints next to it that its findings put in doubt.
+        ``doubted``: names of checkpoints next to it that its findings put in doubt. ``differs``: a
+        note tells how it differs from those.
 
         There the newest one is looked at now, and the histories that ``other_run`` compares first
         are read: what was read of these checkpoints is in memory still, and costs no second
@@ -142,6 +152,8 @@ class Runs:
             if not status:
                 self._unclean[run].discard(path.name)
             self._doubted.update(run / name for name in doubted)
+            if differs:
+                self._different.add(path)
             if not is_of_listing(path):
                 return
             if run not in self._newest:
@@ -246,6 +258,8 @@ class Runs:
             problem = "but check found problems in it (see above)"
         elif told is not None and told.copied:
             problem = f"but it is {told.copied} an earlier one (see above)"
+        elif best in self._different:
+            problem = "which differs from its neighbours (see above)"
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
         if is_doubted or (told is not None and told.copied):

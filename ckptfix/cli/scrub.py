@@ -14,7 +14,7 @@ from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publi
 from ckptfix.cli.runs import newest_sound
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
-from ckptfix.diagnosis.check_report import CLEAN
+from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT
 from ckptfix.diagnosis.run_page import Answer, run_page
 from ckptfix.storage.files import AnyPath, absolute, is_url
 from ckptfix.storage.parallel import Control, Share
@@ -190,7 +190,9 @@ def _page(scrub: Scrub, begun: float) -> str:
     clean: dict[str, set[str]] = {}
     for look in looks:
         run, _, name = look.place.rpartition("/")
-        clean.setdefault(run, set()).update({name} if look.verdict["verdict"] == CLEAN else ())
+        clean.setdefault(run, set()).update(
+            {name} if look.verdict["verdict"] in (CLEAN, DIFFERENT) else ()
+        )
     answers = {run: Answer("", newest_sound(run, names)) for run, names in clean.items()}
     return run_page("scrub", begun, (cell_of(look, begun) for look in looks), answers, more)
 

@@ -35,9 +35,9 @@ from ckptfix.wording import (
 GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE, OF_KEYS)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
-_DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, CLEAN = VERDICTS = (
+_DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, DIFFERENT, CLEAN = VERDICTS = (
     "damaged", "with warnings", "not finished", "without weights", "staging", "not resumable",
-    "clean",
+    "with differences", "clean",
 )  # fmt: skip
 """The verdicts on one of several checkpoints, the worst first."""
 
@@ -129,7 +129,9 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
                 return _BARE
             if self.is_staging:
                 return _STAGING
-            return _NOT_RESUMABLE if self.not_resumable else CLEAN
+            if self.not_resumable:
+                return _NOT_RESUMABLE
+            return DIFFERENT if any(one.differs for one in self.all_findings) else CLEAN
         if any(finding.severity is Severity.ERROR for finding in self.all_findings):
             return _DAMAGED
         if any(outcome.status == 1 for outcome in self.all_load):

@@ -5,6 +5,7 @@ another checkpoint.
 import re
 from collections import Counter
 from collections.abc import Mapping
+from operator import eq
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -100,6 +101,38 @@ class ComparedEntry(NamedTuple):
             _DIGITS.search(key) and _DIGITS.sub("#", key) in layers for key in surplus
         )
 
+    def is_renamed(self, entry: "ComparedEntry") -> bool:
+        """Return whether the names of some keys are all that differs, while the same optimizer
+        trains their tensors: only a script that renamed its modules, and the keys of the checkpoint
+        that it loaded, saves so.
+
+        A newer torch renames what it parametrizes, as ``weight_g`` to
+        ``parametrizations.weight.original0``, and loads both.
+        """
+        renamed, lost = self.shapes.keys() - entry.shapes.keys(), entry.shapes.keys() - self.shapes
+        return (
+            bool(renamed)
+            and {key for key, _ in self.shapes.items() - entry.shapes.items()} == renamed
+            and Counter(map(self.shapes.get, renamed)) == Counter(map(entry.shapes.get, lost))
+            and not any("parametrizations" in key.split(".") for key in renamed)
+        )
+
+    def lost_part(self, entry: "ComparedEntry") -> str:
+        """Return the key of a tensor that alone is missing of its module, "" where none is, or more
+        differs than missing keys.
+
+        A script that stops tracking the statistics of a BatchNorm drops two tensors of each.
+        Integers do not count: libraries stop saving the indexes of positions, and torch makes up
+        for ``num_batches_tracked``.
+        """
+        if not self.shapes.items() < entry.shapes.items():
+            return ""
+        modules = {key.rpartition(".")[0] for key in self.shapes}
+        lost = [key for key in entry.shapes.keys() - self.shapes if is_float(entry.dtypes[key])]
+        counts = Counter(key.rpartition(".")[0] for key in lost)
+        alone = modules & {module for module, count in counts.items() if count == 1}
+        return min((key for key in lost if key.rpartition(".")[0] in alone), default="")
+
     def is_shuffled(self, entry: "ComparedEntry") -> bool:
         """Return whether an optimizer has the groups and the moments of an entry, and gives them to
         others.
@@ -140,6 +173,14 @@ class ComparedEntry(NamedTuple):
             words = f"{len(wrapped)} of {count_of(len(self.keys), 'key')}"
             return f"{words} with different wrappers, such as {wrapped[0]!r}", repr(key_there)
         if self.saved is None or entry.saved is None:
+            if self.is_renamed(entry):
+                renamed = sorted(self.shapes.keys() - entry.shapes.keys())
+                words = f"{len(renamed)} of {count_of(len(self.keys), 'key')}"
+                key = _most_alike(renamed[0], self.shapes, entry.shapes)
+                return f"{words} renamed, such as {renamed[0]!r}", repr(key)
+            if lost := self.lost_part(entry):
+                words = f"{count_of(len(self.keys), 'tensor')}, without {lost!r}"
+                return words, count_of(len(entry.keys), "tensor")
             strange = len(self.keys.items() - entry.keys.items())
             words = f", {strange} of them with different keys or shapes" if strange else ""
             return f"{count_of(len(self.keys), 'tensor')}{words}", count_of(
@@ -172,6 +213,17 @@ class ComparedEntry(NamedTuple):
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 """Number of a layer in a key."""
+
+
+def _most_alike(renamed: str, own: Mapping[str, Shape], there: Mapping[str, Shape]) -> str:
+    """Return the key that a renamed one most likely had."""
+    lost = sorted(key for key in there.keys() - own if there[key] == own[renamed])
+    return max(lost, key=lambda key: sum(map(eq, key, renamed)))
+
+
+def is_float(dtype: str) -> bool:
+    """Return whether a dtype is one of floating point numbers."""
+    return dtype.startswith(("F", "BF"))
 
 
 def _last(key: str) -> str:

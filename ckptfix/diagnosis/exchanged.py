@@ -21,10 +21,12 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config, versions_of
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.compared_entries import ComparedEntry, sizes_of_groups
+from ckptfix.diagnosis.compared_entries import ComparedEntry, is_float, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
+    BrokenKeys,
     ChangedEntry,
     DeeperModel,
     LowerPrecision,
@@ -53,7 +55,8 @@ class _Neighbour(NamedTuple):
     """A checkpoint with the same files as this one. ``is_in_order``: its optimizers fit the models
     of their numbers.
 
-    ``is_earlier``, ``is_of_same_run``: as of ``Neighbour``.
+    ``is_earlier``, ``is_of_same_run``: as of ``Neighbour``. ``versions``: of the libraries that saved
+    it, by its configs.
     """
 
     folder: CheckpointFolder
@@ -61,6 +64,7 @@ class _Neighbour(NamedTuple):
     is_of_same_run: bool
     is_in_order: bool
     is_repaired: bool
+    versions: tuple[tuple[str, str], ...]
 
 
 def diagnose_exchanged(
@@ -82,8 +86,11 @@ def diagnose_exchanged(
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     every = [components for role in _ROLES for components in folder.entries(role)]
     # An optimizer of an adapter belongs to it, and a script may exchange both for a while.
-    adapters = [one for one in folder.components if one.path.name in _ADAPTERS and is_of_trainer]
-    if is_of_trainer and (every or adapters):
+    adapters = [(one,) for one in folder.components if str(one.path) in _ADAPTERS and is_of_trainer]
+    if any(one.path in damaged for (one,) in adapters):
+        return
+    every += adapters
+    if is_of_trainer and every:
         every += [
             (one,)
             for one in folder.components
@@ -96,8 +103,7 @@ def diagnose_exchanged(
         and damaged.isdisjoint(component.path for component in components)
     ]
     files = {component.path: component for components in lists for component in components}
-    roles = {components[0].role for components in lists}
-    near = _neighbours(neighbours, files, roles, adapters) if lists else []
+    near = _neighbours(neighbours, files) if lists else []
     is_in_order = not near or _is_in_order(folder)
     near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
     if not near:
@@ -113,7 +119,8 @@ def diagnose_exchanged(
             if (entries := _entries(neighbour.folder, paths))
         ]
         if own and known:
-            compared.append((components[0].role, own, known))
+            role = components[0].role
+            compared.append((role if role in _ROLES else Role.MODEL, own, known))
     manifest = usable_manifest(folder.root)
     change = _Change(
         is_excluded=is_contradicted,
@@ -123,7 +130,11 @@ def diagnose_exchanged(
         or any(neighbour.is_repaired for neighbour in near),
         is_recorded=manifest is not None and manifest.is_of_a_save,
         is_of_another_run=not near[0].is_of_same_run,
+        is_of_other_version=_versions(folder.root) != near[0].versions,
+        nearest=near[0].folder.root.name,
     )
+    if adapters and not (change.has_same_models or change.has_same_optimizers):
+        return
     for role, own, known in compared:
         yield from _misplaced(
             role, own, known, change, (_BY_TRAINER if is_of_trainer else _BY_LOAD_STATE)[role]
@@ -145,6 +156,8 @@ class _Change(NamedTuple):
     ``is_renamed_by_repair``: a repair may have renamed the keys. ``is_recorded``: a guarded save
     recorded its files, and a guarded load adds and removes wrappers. ``is_of_another_run``: the
     checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
+    ``is_of_other_version``: another version of a library saved the nearest one, whose name is
+    ``nearest``.
     """
 
     is_excluded: bool
@@ -153,6 +166,8 @@ class _Change(NamedTuple):
     is_renamed_by_repair: bool
     is_recorded: bool
     is_of_another_run: bool
+    is_of_other_version: bool
+    nearest: str
 
     def is_alone(self, role: Role) -> bool:
         """Return whether entries of this role alone differ: no script changes its models or its
@@ -270,32 +285,35 @@ def _words(outline: _Outline, other: _Outline) -> str:
 
 
 def _neighbours(
-    neighbours: Neighbours,
-    files: Mapping[PurePosixPath, Component],
-    roles: Collection[Role],
-    adapters: Collection[Component],
+    neighbours: Neighbours, files: Mapping[PurePosixPath, Component]
 ) -> list[_Neighbour]:
     """Return the nearest checkpoints with just these files, none where one has all of them in the
     same outline.
-
-    ``adapters``: files that each of them has in the same outline.
     """
     near = []
+    roles = {component.role for component in files.values()}
+    adapters = {path for path in files if str(path) in _ADAPTERS}
     for neighbour in neighbours.nearest():
         names = {
             PurePosixPath(file) for (role, _), file in neighbour.parts.items() if role in roles
         }
+        names |= {path for path in adapters if str(path) in neighbour.names.every}
         if names != files.keys():
             continue
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
-            if not all(_has_outline(root / one.path, one) for one in adapters):
-                continue
             if all(_has_outline(root / path, component) for path, component in files.items()):
                 return []
-            there = neighbour.scan(*_ROLES, root=root)
+            there = neighbour.scan(*{*_ROLES, *roles}, root=root)
             order = neighbour.is_earlier, neighbour.is_of_same_run
-            near.append(_Neighbour(there, *order, _is_in_order(there), is_repaired(root)))
+            of_root = is_repaired(root), _versions(root)
+            near.append(_Neighbour(there, *order, _is_in_order(there), *of_root))
     return near
+
+
+def _versions(root: AnyPath) -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that saved a checkpoint, by its configs."""
+    configs = [read_config(root, name) for name in (CONFIG, ADAPTER)]
+    return tuple(version for config in configs for version in versions_of(config))
 
 
 def _has_outline(path: AnyPath, component: Component) -> bool:
@@ -364,16 +382,16 @@ def _entries(folder: CheckpointFolder, paths: Collection[PurePosixPath]) -> list
             {tensor.fqn: tensor.shape for tensor in one.tensors},
             {bare(tensor.fqn): tensor.shape for tensor in one.tensors},
             (
-                {bare(tensor.fqn): tensor.dtype for tensor in one.tensors}
-                if one.role is Role.MODEL
-                else _dtypes_of_moments(saved[one.path])
+                _dtypes_of_moments(saved[one.path])
+                if one.role is Role.OPTIMIZER
+                else {bare(tensor.fqn): tensor.dtype for tensor in one.tensors}
             ),
             saved.get(one.path),
         )
         for one in folder.components
         if one.path in paths
         and one.problem is None
-        and (one.role is Role.MODEL or one.path in saved)
+        and (one.role is not Role.OPTIMIZER or one.path in saved)
     ]
     return entries if len(entries) == len(paths) else []
 
@@ -475,13 +493,17 @@ def _misplaced(
             continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
-        is_deeper = (
-            role is Role.MODEL
-            and change.is_alone(role)
-            and is_newest
-            and len(near) > 1
-            and entry.is_deeper(expected)
+        is_new_alone = role is Role.MODEL and change.is_alone(role) and is_newest and len(near) > 1
+        is_renamed = role is Role.MODEL and entry.is_renamed(expected)
+        is_broken = (
+            is_new_alone
+            and not (change.is_renamed_by_repair or change.is_of_other_version)
+            and (is_renamed or bool(entry.lost_part(expected)))
         )
+        # PEFT saves embeddings by what it finds of the base at that moment, and other findings are
+        # about lost matrices.
+        if str(entry.path) in _ADAPTERS and (change.is_renamed_by_repair or not is_renamed):
+            continue
         is_wrong = (
             is_emptied
             or is_decided
@@ -491,13 +513,19 @@ def _misplaced(
             is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
         )
         holds, wanted = entry.difference(expected)
-        kind = DeeperModel if is_deeper else ChangedEntry
-        yield (MisplacedEntry if is_wrong else kind)(
+        kind: type[MisplacedEntry] = MisplacedEntry
+        facts = {}
+        if is_broken:
+            kind, facts = BrokenKeys, {"script": change.nearest}
+        elif not is_wrong:
+            kind = DeeperModel if is_new_alone and entry.is_deeper(expected) else ChangedEntry
+        yield kind(
             path=entry.path,
             holds=holds,
             expected=f"{wanted}, as in {known_by}",
             effect=_effect(entry, expected, effect),
             remedy="ckptfix repair DIR --keys bare" if is_strippable else "",
+            **facts,
         )
 
 
@@ -568,13 +596,9 @@ def _is_rounded(dtype: str, expected: str) -> bool:
     """Return whether a conversion of a floating point type loses digits: also between F16 and BF16,
     and to integers.
     """
-    if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not _is_float(expected):
+    if dtype == expected or not {dtype, expected} <= DTYPE_BITS.keys() or not is_float(expected):
         return False
-    return not _is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("F", "BF"))
+    return not is_float(dtype) or DTYPE_BITS[dtype] <= DTYPE_BITS[expected]
 
 
 def _has_wrappers(keys: Collection[str]) -> bool:

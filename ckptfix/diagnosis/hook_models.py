@@ -30,6 +30,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.optimizer_states import Weights, diagnose_optimizers, weights_of
+from ckptfix.diagnosis.other_configs import other_configs
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
 from ckptfix.diagnosis.siblings import without_average
 from ckptfix.errors import CkptfixError
@@ -117,6 +118,8 @@ def diagnose_hook_models(
         yield from _unlike_neighbours(_lora_of(folder), neighbours, is_doubted=False)
     if not models:
         return
+    for model in models:
+        yield from other_configs(model.folder, neighbours, model.path)
     averages = _averages(models)
     trained = [model for model in models if model not in averages]
     damaged = frozenset(finding.path for finding in known if finding.severity is Severity.ERROR)

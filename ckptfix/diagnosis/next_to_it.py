@@ -1,9 +1,10 @@
 """Checkpoints next to one as witnesses: files that it lacks, and files of other entries."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import is_of_checkpoint
+from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
@@ -19,6 +20,7 @@ from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates
 from ckptfix.diagnosis.findings.misplaced import RenamedState
 from ckptfix.diagnosis.findings.weight_faults import MissingModel
+from ckptfix.diagnosis.other_configs import other_configs
 from ckptfix.diagnosis.siblings import compared
 from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.unfinished_copies import unmarked
@@ -64,7 +66,6 @@ def missing_here(
         *marks,
         *missing,
         *_lost_since_repair(target.root, told),
-        *diagnose_unread_shards(folder, neighbours),
         *diagnose_exchanged(
             folder,
             neighbours,
@@ -73,16 +74,23 @@ def missing_here(
                 isinstance(finding, MismatchedRates) for finding in diagnosis.findings
             ),
         ),
-        *surplus_objects(folder, neighbours),
+        *(finding for rule in _OF_FOLDERS for finding in rule(folder, neighbours)),
         *(
             finding
-            for finding in (
-                *other_objects(folder, neighbours),
-                *exchanged_loaders(folder, neighbours),
-            )
+            for rule in _OF_INTACT_FILES
+            for finding in rule(folder, neighbours)
             if finding.path not in damaged
         ),
     )
+
+
+_Rule = Callable[[CheckpointFolder, Neighbours], Iterable[Finding]]
+
+_OF_FOLDERS: tuple[_Rule, ...] = (diagnose_unread_shards, other_configs, surplus_objects)
+"""Rules about a folder and the checkpoints next to it."""
+
+_OF_INTACT_FILES: tuple[_Rule, ...] = (other_objects, exchanged_loaders)
+"""The same about what files hold: a damaged one is not compared."""
 
 
 def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[IncompleteCheckpoint]:

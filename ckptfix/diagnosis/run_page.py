@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from ckptfix.diagnosis.check_report import CLEAN, VERDICTS
+from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS
 from ckptfix.pages import html_document, html_legend, html_lines, html_table, html_text
 from ckptfix.wording import Line, count_of, human_size
 
 _DAMAGED, _WARNED, *_ = VERDICTS
-_CLASSES = {CLEAN: "clean", _DAMAGED: "damaged", _WARNED: "warned"}
+_CLASSES = {CLEAN: "clean", DIFFERENT: "warned", _DAMAGED: "damaged", _WARNED: "warned"}
 """The colour of each verdict; every other one says that something is not known."""
 
 _LEGEND = (
     ("clean", "clean"),
-    ("warned", _WARNED),
+    ("warned", f"{_WARNED}, or {DIFFERENT}"),
     ("damaged", "damaged"),
     (
         "unknown",

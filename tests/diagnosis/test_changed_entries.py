@@ -3,6 +3,8 @@ to it show that.
 """
 
 import shutil
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,12 +122,36 @@ WRONG: Mapping[str, Change] = {
 model those of it.
 """
 
+BROKEN: Mapping[str, Change] = {
+    "a key renamed": of_model(
+        lambda state: {key.replace("last.bias", "last.bais"): state[key] for key in state}
+    ),
+    "a running mean lost": of_model(
+        lambda state: {key: state[key] for key in state if key != "norm.running_mean"}
+    ),
+}
+"""Changes of a model alone that a script can hardly make: the optimizer is as before, and the load
+by the script of the checkpoint before fails.
+"""
+
 POSSIBLE: Mapping[str, Change] = {
     "a tensor more": of_model(lambda state: {**state, "scale": torch.ones(1)}),
     "two param groups": edited(regroup),
     "a parameter fewer": edited(shrink),
 }
 """Changes that a script can make on purpose: a buffer, other param groups, a frozen bias."""
+
+
+class Normed(Net):
+    """A network with tensors that no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(batch)))
+        return result
 
 
 def severities(root: Path) -> set[str]:
@@ -155,6 +181,75 @@ def test_the_newest_checkpoint_is_passed_over_where_no_script_explains_it(
     assert "warning" in severities(folders[2])
     with pytest.warns(UserWarning, match="passed over checkpoint_3"):
         assert latest_checkpoint(tmp_path) == folders[1]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_keys_that_only_the_newest_checkpoint_lacks_are_a_warning(
+    name: str, at: int, tmp_path: Path
+) -> None:
+    """In the oldest one they are a note for ever: a script may have renamed its modules since."""
+    folders = saves(tmp_path, Run(Normed()))
+    BROKEN[name](folders[at])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        Run(Normed()).accelerator.load_state(str(folders[at]))
+    assert severities(folders[at]) == {"warning" if at else "note"}
+    (finding,) = check(folders[at]).findings
+    assert (
+        str(finding)
+        == {
+            "a key renamed": (
+                "model.safetensors: it holds 1 of 9 keys renamed, such as 'last.bais' (expected "
+                "'last.bias', as in 2 neighbouring checkpoints)"
+            ),
+            "a running mean lost": (
+                "model.safetensors: it holds 8 tensors, without 'norm.running_mean' (expected 9 "
+                "tensors, as in 2 neighbouring checkpoints)"
+            ),
+        }[name]
+    )
+    if at == 2:
+        assert finding.advice.startswith("with the script of checkpoint_2, load_state fails: ")
+        with pytest.warns(UserWarning, match="passed over checkpoint_3"):
+            assert latest_checkpoint(tmp_path) == folders[1]
+
+
+def test_a_module_that_a_script_renames_is_told_for_its_first_save_alone(tmp_path: Path) -> None:
+    """The script renames the keys of the checkpoint that it loads. Its second save shows that."""
+    folders = saves(tmp_path, Run())
+    run = Run(nn.Sequential(OrderedDict(first=nn.Linear(4, 3), head=nn.Linear(3, 2))))
+    folders += saves(tmp_path, run, (4,))
+    assert [severities(root) for root in folders] == [set(), set(), set(), {"warning"}]
+    folders += saves(tmp_path, run, (5,))
+    assert [severities(root) for root in folders] == [set()] * 5
+    assert latest_checkpoint(tmp_path) == folders[4]
+
+
+@pytest.mark.parametrize("to", ["weights", "buffers", "statistics"])
+def test_a_run_that_saves_other_keys_since_is_a_note_at_most(to: str, tmp_path: Path) -> None:
+    """torch's parametrizations rename the keys of ``weight_norm``, and load both; libraries stopped
+    to save indexes of positions. A script may normalize by each batch alone from some save on.
+    """
+
+    class Layer(Normed):
+        def __init__(self, *, is_newer: bool) -> None:
+            super().__init__()
+            if to == "statistics":
+                self.norm = nn.BatchNorm1d(3, track_running_stats=not is_newer)
+            elif to == "buffers":
+                ids = torch.arange(3)
+                self.first.register_buffer("position_ids", ids, persistent=not is_newer)
+            elif is_newer:
+                torch.nn.utils.parametrizations.weight_norm(self.first)
+            else:
+                torch.nn.utils.weight_norm(self.first)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        folders = saves(tmp_path, Run(Layer(is_newer=False)))
+    folders += saves(tmp_path, Run(Layer(is_newer=True)), (4,))
+    assert severities(folders[3]) == {"note"}
+    assert latest_checkpoint(tmp_path) == folders[3]
 
 
 @pytest.mark.parametrize("name", POSSIBLE)

@@ -7,6 +7,7 @@ others.
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from ckptfix import check, latest_checkpoint
+from ckptfix import Policy, check, latest_checkpoint, repair
 from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.cli import run as run_command
 from tests.diagnosis.test_changed_entries import Run, is_refused, of_model, saves
@@ -188,6 +189,23 @@ def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, p
             assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
 
 
+@pytest.mark.parametrize("is_upgraded", [False, True])
+def test_keys_that_another_version_may_have_renamed_are_a_note(
+    run: Path, is_upgraded: bool
+) -> None:
+    root = run / "checkpoint-4"
+    weights = load_file(root / WEIGHTS)
+    changed(lambda state: {key.replace("pooler", "poler"): state[key] for key in state})(root)
+    assert resumed(root, weights) == "others"
+    if is_upgraded:
+        config = json.loads((root / "config.json").read_text())
+        config["transformers_version"] = "9.0.0"
+        (root / "config.json").write_text(json.dumps(config))
+    ((severity, sentence),) = told(root)
+    assert severity == ("note" if is_upgraded else "warning")
+    assert "2 of 25 keys renamed, such as 'bert.poler.dense.bias' (expected" in sentence
+
+
 def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
     checkpoints = train(tmp_path / "run", dtype=torch.bfloat16)
     changed(lambda weights: {key: value.float() for key, value in weights.items()})(checkpoints[1])
@@ -261,6 +279,56 @@ def test_an_optimizer_of_another_run_next_to_an_adapter(
     assert [told(each) for each in (first, last)] == [[], []]
     with pytest.raises(ValueError, match="size of optimizer's group"):
         adapting(tmp_path / "out", ["classifier"]).train(resume_from_checkpoint=str(root))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peft = pytest.importorskip("peft")
+    run = tmp_path_factory.mktemp("adapted") / "run"
+    trainer = trainer_in(run)
+    config = peft.LoraConfig(r=2, target_modules=["query"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+    trainer.args.save_steps, trainer.args.max_steps = 1, 3
+    trainer.train()
+    return run
+
+
+def without_prefix(root: Path) -> None:
+    tensors = load_file(root / ADAPTER)
+    bare = {key.removeprefix("base_model.model."): value for key, value in tensors.items()}
+    save_file(bare, root / ADAPTER, {"format": "pt"})
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_adapter_that_alone_lost_its_prefix(number: int, adapted: Path, tmp_path: Path) -> None:
+    """PeftModel.from_pretrained loads none of it, and load_adapter of transformers would."""
+    run = Path(shutil.copytree(adapted, tmp_path / "run"))
+    root = run / f"checkpoint-{number}"
+    without_prefix(root)
+    ((severity, sentence),) = told(root)
+    assert severity == ("note" if number == 1 else "warning")
+    key = "bert.encoder.layer.0.attention.self.query.lora_A.weight"
+    assert f"2 of 2 keys renamed, such as {key!r} (expected 'base_model.model.{key}'" in sentence
+    assert sum(map(len, map(told, run.iterdir()))) == 1
+    repair(root, policy=Policy(allow=frozenset({"dead-adapter"})))
+    assert told(root) == []
+
+
+def test_adapters_that_all_lost_their_prefix_are_repaired_alone(
+    adapted: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(adapted, tmp_path / "run"))
+    for root in run.iterdir():
+        without_prefix(root)
+    assert not any(map(told, run.iterdir()))
+    for number in (3, 2):
+        report = repair(
+            run / f"checkpoint-{number}", policy=Policy(allow=frozenset({"dead-adapter"}))
+        )
+        assert report.status == 0
+        assert not any(map(told, run.iterdir()))
 
 
 @pytest.mark.slow

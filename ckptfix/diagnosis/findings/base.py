@@ -65,6 +65,10 @@ class Finding(Serialized, Struct, frozen=True, kw_only=True):
     action: ClassVar[Action]
     option: ClassVar[str] = ""
     meaning: ClassVar[str]
+    differs: ClassVar[bool] = False
+    """True for a note that a checkpoint differs from those next to it, which a change of the script
+    can explain: the checkpoint is not called clean.
+    """
 
     path: PurePosixPath
 

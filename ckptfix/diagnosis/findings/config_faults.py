@@ -2,10 +2,13 @@
 an adapter that is gone.
 """
 
+from typing import ClassVar
+
 from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
-from ckptfix.wording import count_of
+from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
+from ckptfix.wording import count_of, list_names
 
 
 class LostAdapter(IncompleteCheckpoint, frozen=True):
@@ -172,6 +175,72 @@ class HeadOfBase(MissingHead, frozen=True):
     def advice(self) -> str:
         """Advice for a head that is needed."""
         return "if you need the head, copy the weights again from their source"
+
+
+class ChangedConfig(Finding, frozen=True, kw_only=True):
+    """A config with another ``value`` of a ``setting`` than in the checkpoints next to it, whose
+    tensors have the same shapes.
+
+    ``more``: further settings that differ. ``known_by``: these checkpoints, in words; ``nearest``:
+    the name of the first. ``is_of_hook``: a load hook of the script reads the config.
+    """
+
+    code = MismatchedConfig.code
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = MismatchedConfig.meaning
+
+    setting: str
+    value: str
+    expected: str
+    more: tuple[str, ...]
+    known_by: str
+    nearest: str
+    is_of_hook: bool
+
+    effect: ClassVar[str] = "fails or loads a different model"
+
+    def __str__(self) -> str:
+        more = f"; {list_names(self.more)} differ too" if self.more else ""
+        return (
+            f"{self.path}: {self.setting} is {self.value} (expected {self.expected}, as in "
+            f"{self.known_by}, whose tensors have the same shapes{more}); from_pretrained "
+            f"{self.effect}"
+        )
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the model of the script, unless a hook builds the
+        model.
+        """
+        is_needed = self.is_of_hook and self.severity is Severity.WARNING
+        return Resume.FAILS if is_needed else Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring the config of the run back."""
+        effect = (
+            "the load hook of the script builds the model from this file"
+            if self.is_of_hook
+            else "a resume loads into the script's model, but from_pretrained reads this file"
+        )
+        return f"{effect}: copy it from {self.nearest}, or correct it"
+
+
+class ChangedSetting(ChangedConfig, frozen=True):
+    """The same at an end of a run for a setting that the script may have changed."""
+
+    severity = Severity.NOTE
+    differs = True
+    effect = "loads a different model"
+
+    @property
+    def advice(self) -> str:
+        """Advice to correct it, unless the script explains the difference."""
+        return (
+            f"if the script did not change it after {self.nearest}, copy the file from there: "
+            "from_pretrained reads it, while a resume loads into the script's model"
+        )
 
 
 class QuantizationMismatch(Finding, frozen=True, kw_only=True):

@@ -91,6 +91,24 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     """
 
     severity = Severity.NOTE
+    differs = True
+
+
+class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
+    """The newest model with renamed keys, or without a part of a module, next to the optimizer of
+    the checkpoints before it. ``script``: the last of these.
+    """
+
+    script: str
+
+    @property
+    def advice(self) -> str:
+        """Advice as for ``WrongState``, and the change of a script that explains it."""
+        remedy = self.remedy or _right_file(self.path, "")
+        return (
+            f"with the script of {self.script}, {self.effect}: {remedy}. If the script has changed "
+            f"these modules after {self.script}, ignore this"
+        )
 
 
 class DeeperModel(MisplacedEntry, frozen=True):
@@ -141,6 +159,7 @@ class LowerPrecision(RoundedEntry, frozen=True):
     """A model in a lower precision at an end of the run: the script may have changed it."""
 
     severity = Severity.NOTE
+    differs = True
 
     @property
     def advice(self) -> str:
