@@ -121,7 +121,7 @@ def stems(
         return ["."]
     found = []
     for number, one in enumerate(source.weights):
-        name = _name_of(one)
+        name = name_of(one)
         if lone and not (name is not None and name.is_of_library):
             found.append(_numbered(to, number))
         elif (
@@ -165,7 +165,7 @@ def _is_sharded(weights: Weights) -> bool:
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     """Return why the loader of a model reads only one file; "" where it can read shards."""
-    name = _name_of(weights)
+    name = name_of(weights)
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
         return (
@@ -176,7 +176,7 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     return ""
 
 
-def _name_of(weights: Weights) -> FileName | None:
+def name_of(weights: Weights) -> FileName | None:
     """Return the parsed name of a model's index, else of its file."""
     is_index = weights.label.endswith(".json")
     return parse_file_name(PurePosixPath(weights.label).name if is_index else weights.files[0].name)
@@ -197,7 +197,7 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
     ``pytorch_model.fp16.bin``.
     """
     path = weights.files[0]
-    name = _name_of(weights)
+    name = name_of(weights)
     if name is not None and name.is_of_library and (model := name.model) is not None:
         stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
         return f"{stem}.{model.variant}" if model.variant else stem

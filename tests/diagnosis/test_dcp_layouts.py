@@ -194,7 +194,11 @@ def test_groups_that_hold_more_than_lists_of_names_are_refused(
     save(tmp_path / "all", {"model": TWO, "optimizer": state})
     before = snapshot(tmp_path)
     receipt = repair(tmp_path)
-    reason = "creates an object of class pathlib" if where == "object" else "would still contain the old key"
+    reason = (
+        "creates an object of class pathlib"
+        if where == "object"
+        else "would still contain the old key"
+    )
     assert any(reason in one.reason for one in receipt.unplanned), receipt.unplanned
     assert snapshot(tmp_path) == before
 
