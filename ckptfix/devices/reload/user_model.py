@@ -239,7 +239,7 @@ def import_factory(spec: str) -> Factory:
         raise UsageError(f"--model {spec!r}: expected module:factory, such as mypkg.models:build")
     if "/" in module or module.endswith(".py"):
         file = PurePath(module)
-        where = f" and set PYTHONPATH={shell_path(file.parent)}" if file.parent.parts else ""
+        where = f" and set PYTHONPATH={shell_path(str(file.parent))}" if file.parent.parts else ""
         raise UsageError(
             f"--model {spec}: expected the name of a module, not of a file; next: pass --model "
             f"{file.stem}:{name}{where}"
