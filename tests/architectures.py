@@ -186,7 +186,9 @@ def following_others(cls: Any, config: Any, wanted: Collection[Any]) -> set[Any]
             if name.startswith("_") or not is_of_kind:
                 continue
             with suppress(Exception):
-                made = changed(config, {(*path, name): value + 1 if type(value) is int else not value})
+                made = changed(
+                    config, {(*path, name): value + 1 if type(value) is int else not value}
+                )
                 if sizes_of(made) == sizes:
                     after = measured(made)
                     following |= {
@@ -391,9 +393,10 @@ def described(cls: Any) -> dict[str, Any]:
             all_sizes,
             lambda name: _ROWS.search(name) or "experts" in name,
         )
-    if others := following_others(cls, config, [*numbers, *rows]) if numbers or rows else set():
-        numbers = {place: each for place, each in numbers.items() if place not in others}
-        rows = {place: each for place, each in rows.items() if place not in others}
+    if numbers or rows:
+        elsewhere = following_others(cls, config, [*numbers, *rows])
+        numbers = {place: each for place, each in numbers.items() if place not in elsewhere}
+        rows = {place: each for place, each in rows.items() if place not in elsewhere}
     paths = sorted({each[0] for each in (*numbers.values(), *rows.values())})
     patterns = {pattern_of(key): None for each in builds for key in each.keys}
     inside = {pattern_of(key): None for each in builds for key in each.inside}

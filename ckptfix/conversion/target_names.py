@@ -155,13 +155,13 @@ def _ensure_one_save(all_weights: Sequence[Weights]) -> None:
     """Raise UsageError for files such as ``epoch=3.ckpt`` and ``last.ckpt``: they hold one model at
     two times, and as two folders of DCP they would be two models of one save.
     """
-    seen: dict[tuple[PurePosixPath, frozenset[tuple[str, tuple[int, ...]]]], Weights] = {}
+    seen: dict[tuple[object, ...], Weights] = {}
     for one in all_weights:
         name = name_of(one)
-        if one.format is Format.DCP or one.path or (name is not None and name.is_of_library):
+        if one.format is Format.DCP or (name is not None and name.is_of_library):
             continue
         shapes = frozenset((tensor.fqn, tensor.shape) for tensor in one.tensors)
-        if (first := seen.setdefault((one.home, shapes), one)) is not one:
+        if (first := seen.setdefault((one.home, one.path, shapes), one)) is not one:
             raise UsageError(
                 f"{first.label} and {one.label} have the same keys, and would become two models "
                 "of one checkpoint; name one of them instead of the folder"

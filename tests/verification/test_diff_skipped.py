@@ -78,7 +78,9 @@ def test_settings_of_an_adapter_that_differ_are_named(tmp_path: Path) -> None:
     assert report.not_compared[0] == (
         "outputs of the models, although adapter_config.json differs: lora_alpha is 8 in A, 64 in B"
     )
-    assert not any("differs" in words for words in diff(tmp_path / "a", tmp_path / "c").not_compared)
+    assert not any(
+        "differs" in words for words in diff(tmp_path / "a", tmp_path / "c").not_compared
+    )
 
 
 def test_a_value_of_the_model_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:

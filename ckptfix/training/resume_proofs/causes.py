@@ -211,9 +211,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "transient-buffer",
-        lambda one: (
-            one.state in ("loss", "buffers") and one.is_first and bool(one.lost_buffers)
-        ),
+        lambda one: one.state in ("loss", "buffers") and one.is_first and bool(one.lost_buffers),
         "training changes a buffer that was registered with persistent=False, so no checkpoint "
         "contains it",
         "register_buffer(name, tensor) without persistent=False",
