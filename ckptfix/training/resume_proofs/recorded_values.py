@@ -138,7 +138,8 @@ def digests_of_unprepared(
         named = chain(module.named_parameters(), module.named_buffers())
         if id(module) not in inside:
             tensors = {name: digest(one) for name, one in named if id(one) not in known}
-            alike[(type(module).__name__, *tensors)].append(tensors)
+            key = (type(module).__name__, *tensors)
+            alike[key].append(tensors)
     # The collector lists models of one class in any order.
     return {
         f"{name} of {kind}{f' {at + 1}' if len(models) > 1 else ''}": value
