@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from ckptfix import ChangedError, repair, undo
+from ckptfix import ChangedError, check, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.cli import run
 from ckptfix.verification import verify
@@ -233,3 +234,23 @@ def test_equal_sizes_are_no_reason_of_an_undo_that_is_refused(tmp_path: Path) ->
         ChangedError, match=r"changed since repair 1 \(.*sha256 of its ends: expected"
     ):
         undo(tmp_path)
+
+
+def test_notes_of_a_clean_checkpoint_are_counted_by_their_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("policy", "reference"):
+        (tmp_path / name).mkdir()
+        for end in ("", "_1"):
+            weights = {f"w{end}": torch.rand(4), f"b{end}": torch.rand(4)}
+            save_file(weights, tmp_path / name / f"model{end}.safetensors", {"format": "pt"})
+            torch.save(weights, tmp_path / name / f"pytorch_model{end}.bin")
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(": 2 second-family")
+
+
+def test_a_folder_below_without_findings_has_its_numbers_alone(tmp_path: Path) -> None:
+    save_file({"w": torch.rand(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    headline = str(check(tmp_path).headline(is_below=True))
+    assert headline.startswith(f"{tmp_path}: 1 file, 1 tensor, ")

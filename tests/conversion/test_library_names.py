@@ -326,7 +326,8 @@ def test_diff_names_the_command_for_an_adapter_next_to_the_model(tmp_path: Path)
 def test_saves_of_one_model_are_no_two_models_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for name in ("epoch=3.ckpt", "last.ckpt"):
-        torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a" / name)
+        weights = torch.nn.Linear(2, 2).state_dict()
+        torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "a" / name)
     with pytest.raises(UsageError, match=r"epoch=3\.ckpt.* and last\.ckpt.* have the same keys"):
         migrate(tmp_path / "a", tmp_path / "b", to="dcp")
     migrate(tmp_path / "a" / "last.ckpt", tmp_path / "b", to="dcp")
