@@ -254,3 +254,22 @@ def test_a_folder_below_without_findings_has_its_numbers_alone(tmp_path: Path) -
     save_file({"w": torch.rand(4)}, tmp_path / "model.safetensors", {"format": "pt"})
     headline = str(check(tmp_path).headline(is_below=True))
     assert headline.startswith(f"{tmp_path}: 1 file, 1 tensor, ")
+
+
+def test_after_a_repair_the_model_that_is_loaded_instead_is_named(tmp_path: Path) -> None:
+    student, teacher = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(student.parameters())
+    student(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    own, other = student.state_dict(), teacher.state_dict()
+    wrapper = torch.nn.Module()
+    wrapper.module = student
+    for name, weights in (("", own), ("_1", wrapper.state_dict()), ("_2", other)):
+        torch.save(weights, tmp_path / f"pytorch_model{name}.bin")
+    for name, weights in (("", own), ("_1", other)):
+        save_file(weights, tmp_path / f"model{name}.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    for rank in range(2):
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
+    receipt = repair(tmp_path)
+    assert any("finds the wrong model in model_1.safetensors" in words for words in receipt.advice)
