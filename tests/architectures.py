@@ -1,8 +1,8 @@
 """Makes the table of transformers' classes: ``python -m tests.architectures [NAME ...]``.
 
 Each class that the auto mappings name is built from its default config on the meta device, and
-twice more with other sizes. What changes with an attribute follows it. About 20 minutes of one
-core; with names, those classes are printed.
+twice more with other sizes. What changes with an attribute follows it, unless a flag or an id
+changes it, too. About an hour of one core; with names, those classes are printed.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ _COUNTS = re.compile(
     r"(?:^|_)(?:n_?)?layers?$|layers$|^n_layer$|experts$|^num_hidden_groups$|^inner_group_num$|^depth$|^num_blocks$|^n_head_layers$"
 )
 _ROWS = re.compile(r"vocab_?size|positions?$|position_embeddings$|^n_positions$|^n_ctx$")
+_OTHERS = re.compile(r"_id$|_idx$|_interval$")
 _TIE = "tie_word_embeddings"
 _EXPERTS = 16
 """Experts of a layer: 256 in each of 60 layers are 45,000 keys."""
@@ -157,6 +158,44 @@ def following_lists(cls: Any, config: Any, default: Build) -> set[str]:
                 following |= {
                     pattern for pattern, count in before.items() if after.get(pattern) != count
                 }
+    return following
+
+
+def following_others(cls: Any, config: Any, wanted: Collection[Any]) -> set[Any]:
+    """Return those of ``wanted`` that change with a flag or an id while all sizes stay: patterns of
+    numbers, and places of rows.
+
+    FSMT has ``pad_token_id`` + 1 more positions than ``max_position_embeddings``, and the last
+    layer of BridgeTower is one of ``remove_last_layer``.
+    """
+    counts = [path for path in sizes_of(config) if _COUNTS.search(path[-1])]
+    few = {path: 2 for path in counts if "experts" not in path[-1] and sizes_of(config)[path] > 2}
+    with suppress(Exception):
+        smaller = changed(config, few)
+        build(cls, smaller)
+        config = smaller
+
+    def measured(config: Any) -> dict[Any, int]:
+        made = build(cls, config)
+        return {**counts_of(without_ties(made)), **rows_of({**made.inside, **made.keys})}
+
+    before, sizes, following = measured(config), sizes_of(config), set()
+    for path, part in configs_in(config):
+        for name, value in vars(part).items():
+            is_of_kind = type(value) is bool or (type(value) is int and _OTHERS.search(name))
+            if name.startswith("_") or not is_of_kind:
+                continue
+            with suppress(Exception):
+                made = changed(
+                    config, {(*path, name): value + 1 if type(value) is int else not value}
+                )
+                if sizes_of(made) == sizes:
+                    after = measured(made)
+                    following |= {
+                        place
+                        for place in wanted
+                        if after.get(place, before.get(place)) != before.get(place)
+                    }
     return following
 
 
@@ -354,6 +393,10 @@ def described(cls: Any) -> dict[str, Any]:
             all_sizes,
             lambda name: _ROWS.search(name) or "experts" in name,
         )
+    if numbers or rows:
+        elsewhere = following_others(cls, config, [*numbers, *rows])
+        numbers = {place: each for place, each in numbers.items() if place not in elsewhere}
+        rows = {place: each for place, each in rows.items() if place not in elsewhere}
     paths = sorted({each[0] for each in (*numbers.values(), *rows.values())})
     patterns = {pattern_of(key): None for each in builds for key in each.keys}
     inside = {pattern_of(key): None for each in builds for key in each.inside}

@@ -222,8 +222,8 @@ def _paths(params: Mapping[str, Any], *, is_of_output: bool = True) -> list[Path
 
 
 def _finish(executor: Executor, work: Callable[[Executor], int]) -> int:
-    """Do the work, and remove the results once it is done."""
-    results = executor.partial
+    """Do the work, and remove the results once it is done, or if there are none."""
+    results, status = executor.partial, None
     try:
         with executor.as_one():
             status = work(executor)
@@ -236,8 +236,9 @@ def _finish(executor: Executor, work: Callable[[Executor], int]) -> int:
     finally:
         if results is not None:
             results.close()
-    if results is not None and executor.leads and status in (0, 1):
-        results.remove()
+            # A run that was refused has no results, so its request alone would stay.
+            if executor.leads and (status in (0, 1) or results.oldest() is None):
+                results.remove()
     return status
 
 

@@ -27,6 +27,7 @@ from ckptfix.conversion.target_names import (
     LeftOut,
     becomes_file,
     library_stem,
+    name_of,
     other_files,
     read_config,
     stems,
@@ -443,7 +444,12 @@ def make_plan(
             OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()
         ),
         empty=others.empty,
-        left_out=(*_not_weights(source.weights), *_words(models, options.to), *others.left_out),
+        left_out=(
+            *_not_weights(source.weights),
+            *lost_variants(models),
+            *_words(models, options.to),
+            *others.left_out,
+        ),
         may_lack_keys=any(
             not weights.ties
             and looks_for_all_keys(source, weights, options.to, configs[weights.home])
@@ -640,6 +646,19 @@ def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
         if one.opaque
     )
     return left
+
+
+def lost_variants(models: Sequence[PlannedModel]) -> Iterator[LeftOut]:
+    """Yield the variants that the names of the new files lack: Accelerate's names have none."""
+    for model in models:
+        name = name_of(model.before)
+        variant = name.model.variant if name is not None and name.model is not None else ""
+        if variant and not any(variant in file.path.name.split(".") for file in model.files):
+            yield LeftOut(
+                f"{model.label}: variant {variant!r}",
+                f"the new names cannot have it; after a way back, add .{variant} to the file's name "
+                f"again, or from_pretrained(variant={variant!r}) does not find the model",
+            )
 
 
 def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:

@@ -22,6 +22,7 @@ from ckptfix.conversion.migration_plan import (
     PlannedExtra,
     PlannedModel,
     PlannedState,
+    lost_variants,
     planned_model,
     source_of,
 )
@@ -129,7 +130,7 @@ def plan_states(
         processes=processes,
         carried=others.carried,
         empty=others.empty,
-        left_out=others.left_out,
+        left_out=(*lost_variants(models), *others.left_out),
         not_checked=tuple(planning.assumed(optimizers)),
         warnings=(*planning.warnings, *others.warnings),
     )

@@ -119,9 +119,11 @@ def stems(
     lone = is_lone(source)
     if lone and to is Format.DCP and len(source.weights) == 1:
         return ["."]
+    if to is Format.DCP:
+        _ensure_one_save(source.weights)
     found = []
     for number, one in enumerate(source.weights):
-        name = _name_of(one)
+        name = name_of(one)
         if lone and not (name is not None and name.is_of_library):
             found.append(_numbered(to, number))
         elif (
@@ -149,6 +151,23 @@ def stems(
     return found
 
 
+def _ensure_one_save(all_weights: Sequence[Weights]) -> None:
+    """Raise UsageError for files such as ``epoch=3.ckpt`` and ``last.ckpt``: they hold one model at
+    two times, and as two folders of DCP they would be two models of one save.
+    """
+    seen: dict[tuple[object, ...], Weights] = {}
+    for one in all_weights:
+        name = name_of(one)
+        if one.format is Format.DCP or (name is not None and name.is_of_library):
+            continue
+        shapes = frozenset((tensor.fqn, tensor.shape) for tensor in one.tensors)
+        if (first := seen.setdefault((one.home, one.path, shapes), one)) is not one:
+            raise UsageError(
+                f"{first.label} and {one.label} have the same keys, and would become two models "
+                "of one checkpoint; name one of them instead of the folder"
+            )
+
+
 def _is_loaded(weights: Weights) -> bool:
     """Return whether ``load_state`` or ``from_pretrained`` finds a model by its name."""
     label = weights.label.removeprefix(f"{weights.home}/")
@@ -165,7 +184,7 @@ def _is_sharded(weights: Weights) -> bool:
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     """Return why the loader of a model reads only one file; "" where it can read shards."""
-    name = _name_of(weights)
+    name = name_of(weights)
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
         return (
@@ -176,7 +195,7 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     return ""
 
 
-def _name_of(weights: Weights) -> FileName | None:
+def name_of(weights: Weights) -> FileName | None:
     """Return the parsed name of a model's index, else of its file."""
     is_index = weights.label.endswith(".json")
     return parse_file_name(PurePosixPath(weights.label).name if is_index else weights.files[0].name)
@@ -197,7 +216,7 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
     ``pytorch_model.fp16.bin``.
     """
     path = weights.files[0]
-    name = _name_of(weights)
+    name = name_of(weights)
     if name is not None and name.is_of_library and (model := name.model) is not None:
         stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
         return f"{stem}.{model.variant}" if model.variant else stem

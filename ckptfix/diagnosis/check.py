@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import holds_dcp
-from ckptfix.checkpoint.downloads import half_downloads
+from ckptfix.checkpoint.downloads import HalfDownload, half_downloads
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.folder_names import family_of
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
-from ckptfix.checkpoint.neighbours import Siblings
+from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check_report import (
@@ -223,17 +223,7 @@ def _checked(
             diagnosis, data=data, loaders=loaders, progress=progress, left=left, executor=executor
         )
     )
-    of_hooks = list(
-        diagnose_hook_models(
-            folder,
-            diagnosis.sharded,
-            diagnosis.optimizers,
-            tuple(_hook_models(target.root, below)),
-            near,
-            diagnosis.findings,
-            has_deepspeed=bool(diagnosis.deepspeed),
-        )
-    )
+    around = list(judge_surroundings(target, diagnosis, below, near, halves))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have
     # some.
@@ -244,8 +234,7 @@ def _checked(
     # With the models below, the same is said of the optimizer in other words, or it was compared.
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
     omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
-    omitted += (words for words in of_hooks if isinstance(words, str))
-    downloads = tuple(half_downloaded(target.root, halves, [report.path for report in below]))
+    omitted += (words for words in around if isinstance(words, str))
     load: tuple[LoadOutcome, ...] = ()
     of_headers = diagnosis.findings
     if loaders is not None:
@@ -272,9 +261,7 @@ def _checked(
         *lacking,
         *of_headers,
         *stale,
-        *(finding for finding in of_hooks if not isinstance(finding, str)),
-        *downloads,
-        *_staging_inside(target),
+        *(finding for finding in around if not isinstance(finding, str)),
     )
     return CheckReport(
         path=target.path,
@@ -297,6 +284,29 @@ def _checked(
         not_resumable=_not_resumable(target, findings) if resumes else "",
         load=load,
     )
+
+
+def judge_surroundings(
+    target: Target,
+    diagnosis: Diagnosis,
+    below: tuple[CheckReport, ...],
+    near: Neighbours,
+    halves: tuple[HalfDownload, ...],
+) -> Iterator[Finding | str]:
+    """Yield findings that a folder has together with the models below it and the rests inside of
+    it, and in words what was not compared.
+    """
+    yield from diagnose_hook_models(
+        diagnosis.folder,
+        diagnosis.sharded,
+        diagnosis.optimizers,
+        tuple(_hook_models(target.root, below)),
+        near,
+        diagnosis.findings,
+        has_deepspeed=bool(diagnosis.deepspeed),
+    )
+    yield from half_downloaded(target.root, halves, [report.path for report in below])
+    yield from _staging_inside(target)
 
 
 def _hook_models(root: AnyPath, below: Iterable[CheckReport]) -> Iterator[HookModel]:

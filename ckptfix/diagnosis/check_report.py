@@ -173,8 +173,9 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         ``is_below``: the numbers of findings alone, as the folder above has the verdict.
         """
         counts = self.counts
-        codes = sorted({finding.code for finding in self.all_findings}) if with_codes else []
-        after = f": {', '.join(codes)}" if codes else ""
+        codes = Counter(finding.code for finding in self.all_findings if with_codes)
+        told = [f"{codes[code]} {code}" if codes[code] > 1 else code for code in sorted(codes)]
+        after = f": {', '.join(told)}" if told else ""
         if self.is_staging:
             target = target_of(absolute(self.path)).name
             text = f"{self.path}: staging folder of {target}, not a checkpoint; not read{after}"
@@ -196,7 +197,8 @@ class CheckReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         if counts["files"]:
             tensors, size = count_of(counts["tensors"], "tensor"), human_size(counts["bytes"])
             numbers = f"{count_of(counts['files'], 'file')}, {tensors}, {size}"
-        return line(f"{self.path}: {', '.join(found)} ({numbers}){after}", colour=colour, bold=True)
+        verdict = f"{', '.join(found)} ({numbers})" if found else numbers
+        return line(f"{self.path}: {verdict}{after}", colour=colour, bold=True)
 
     @property
     def is_staging(self) -> bool:

@@ -19,6 +19,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     NestedPrefix,
 )
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter
+from ckptfix.diagnosis.findings.stored_twice import StoredTwice
 from ckptfix.diagnosis.findings.weight_faults import DeadWeights
 from ckptfix.repairs.steps import (
     DropEntry,
@@ -90,7 +91,7 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         """The steps before the script resumes, and when the repair is wrong, in words; mostly
         empty.
         """
-        advice = _before_resuming(self.steps, self.found)
+        advice = _before_resuming(self.steps, self.found, self.left)
         fixed = {code for step in self.steps for code in step.fixes}
         if fixed & {DeadAdapter.code, DeadWeights.code}:
             advice = (
@@ -185,9 +186,13 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
 _OF_A_SECOND_PREPARE = {"doubled-model", "doubled-states", "surplus-states"}
 
 
-def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
+def _before_resuming(
+    steps: Sequence[Step], found: Sequence[Finding], left: Sequence[Finding]
+) -> tuple[str, ...]:
     """Return the advice for a script that registered an object twice: it fails until it is
     fixed.
+
+    ``left``: the findings after the repair, which name files that are loaded instead of others.
     """
     last: dict[Role, FileName | FolderName] = {}
     dropped: dict[Role, set[int]] = {}
@@ -207,7 +212,9 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         return _before_loading(steps, found)
     if moved and Role.MODEL in dropped:
         # Models are loaded first and in order, so that this comes before a missing file.
-        failure = f"finds the wrong model in {min(moved)[1]}"
+        path = min(moved)[1]
+        twice = (one for one in left if isinstance(one, StoredTwice) and one.path == path)
+        failure = f"finds the wrong model in {next((one.preferred for one in twice), path)}"
     else:
         # Later entries move down, so that the highest numbers are missing. load_state misses the
         # first of these.

@@ -20,11 +20,18 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.checkpoint.neighbours import Neighbours, Siblings
 from ckptfix.diagnosis.case import Case
-from ckptfix.diagnosis.check import interrupted, interrupted_inside, models_below, resume_problem
+from ckptfix.diagnosis.check import (
+    interrupted,
+    interrupted_inside,
+    judge_surroundings,
+    models_below,
+    resume_problem,
+)
 from ckptfix.diagnosis.check_report import GENERIC, CheckReport
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
@@ -274,7 +281,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         return replace(
             receipt,
             path=self.path,
-            found=(*self.missing, *self.diagnosis.findings),
+            found=self._receipt(self.diagnosis).found,
             transaction=None,
             output=output,
             below=below,
@@ -364,18 +371,25 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         missing = self.missing
         if after is not self.diagnosis:
             missing = missing_here(self.target, after, self.neighbours)
+        below = tuple(models_below(after))
+        halves = tuple(half_downloads(self.target.root)) if self.target.only is None else ()
+        around = [
+            finding
+            for finding in judge_surroundings(self.target, after, below, self.neighbours, halves)
+            if isinstance(finding, Finding)
+        ]
         return RepairReceipt(
             path=self.path,
-            found=(*self.missing, *self.diagnosis.findings),
+            found=(*self.missing, *self.diagnosis.findings, *around),
             steps=self.steps,
             unplanned=self.unplanned,
-            left=(*missing, *_unanswered(after, self.policy)),
+            left=(*missing, *_unanswered(after, self.policy), *around),
             not_checked=tuple(
                 words for words in after.not_checked if not (missing and words == STATES_ALONE)
             ),
             recovered=self.recovered,
             finished=self.finished,
-            below=tuple(models_below(after)),
+            below=below,
         )
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.deepspeed_files import AGAIN, list_files, universal_paths
+from ckptfix.checkpoint.deepspeed_files import AGAIN, deepspeed_paths, list_files
 from ckptfix.errors import OperationError
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import Piece
@@ -63,15 +63,11 @@ def deepspeed_weights(
     elif optimizers and not original:
         placed = from_groups(models[0], optimizers)
     tensors, ties = _named(models[0], placed, by_rank=files.by_rank)
-    names = sorted({*files.models.values(), *files.optimizers.values()})
     return Weights(
         label=str(where) if where.parts else root.name,
         format=Format.DEEPSPEED,
         index=index,
-        files=(
-            *(where / name for name in names),
-            *(universal_paths(root, where) if files.is_universal else ()),
-        ),
+        files=tuple(deepspeed_paths(root, where)),
         tensors=tensors,
         ties=ties,
         opaque=tuple(name for name in models[0].opaque if name not in ties),

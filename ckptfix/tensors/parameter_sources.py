@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,9 @@ from ckptfix.tensors.stored import Weights
 from ckptfix.wording import count_of
 
 Factory = Callable[[], Any]
-"""Returns a model; or a tuple of models, their optimizers and anything else, such as inputs."""
+"""Returns a model; or a tuple of models, their optimizers and anything else, such as inputs; tuples
+in it are looked into.
+"""
 
 PATIENCE = 1800.0
 """Seconds for building a model: a factory may read weights from a slow disk."""
@@ -166,12 +168,10 @@ def described(made: Any, shown: str) -> dict[str, Any]:
     """Return in plain values what a factory returned. Raises UsageError when no model is in it.
     ``shown``: its name.
     """
-    values = made if isinstance(made, tuple | list) else (made,)
+    values = list(_values_in(made))
     models = [value for value in values if callable(getattr(value, "named_parameters", None))]
     if not models:
-        raise UsageError(
-            f"the factory {shown} returned {type(made).__name__}, not a torch.nn.Module"
-        )
+        raise UsageError(f"the factory {shown} returned {in_types(made)}, not a torch.nn.Module")
     places: dict[int, int] = {}
     parameters: list[tuple[Any, ...]] = []
     for number, one in enumerate(models):
@@ -200,6 +200,22 @@ def described(made: Any, shown: str) -> dict[str, Any]:
         "optimizers": [[[places[one] for one in group] for group in of_one] for of_one in groups],
         "options": [[_described_options(group) for group in of_one] for of_one in optimizers],
     }
+
+
+def _values_in(made: Any) -> Iterator[Any]:
+    """Yield what a factory returned, out of tuples in tuples: ``(models, optimizers)``."""
+    if not isinstance(made, tuple | list):
+        yield made
+        return
+    for value in made:
+        yield from _values_in(value)
+
+
+def in_types(made: Any) -> str:
+    """Return the types of what a factory returned, in words: ``(Net, (Adam, dict))``."""
+    if not isinstance(made, tuple | list):
+        return type(made).__name__
+    return f"({', '.join(map(in_types, made))})"
 
 
 def _described_options(group: Mapping[str, Any]) -> dict[str, tuple[bool, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, universal_paths
+from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, deepspeed_paths, list_files
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
@@ -136,10 +136,7 @@ def universal_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> Opti
         label=_label(root, where),
         strategy=Strategy.UNIVERSAL,
         index=index,
-        files=(
-            *(where / name for name in sorted(files.models.values())),
-            *universal_paths(root, where),
-        ),
+        files=tuple(deepspeed_paths(root, where)),
         groups=tuple(_groups(root / where / GLOBAL_STATE, models[0], shared.groups)),
         states={name: held for name, held in states.items() if held},
         masters={name: _tensor(held[WEIGHT].value) for name, held in found.items()},

@@ -5,6 +5,7 @@ read both sides, each a part of a tensor at a time: bytes first, numbers only wh
 ``diff_report`` is the answer, ``diff_page`` lays it out as HTML.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name
-from ckptfix.checkpoint.model_configs import is_pretrained
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained, read_config
 from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -393,6 +394,7 @@ def diff(
         or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *not_paired,
+            *_settings(left, right, others),
             *_other_weights(left, right, others),
             *_not_compared("A", left, others[0], compared[0]),
             *_not_compared("B", right, others[1], compared[1]),
@@ -577,6 +579,48 @@ def _one_sided(left: Side, right: Side) -> Iterator[str]:
 
 
 _OF_A_RUN = (Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
+
+
+_OF_A_SAVE = {
+    "_diffusers_version", "_name_or_path", "base_model_name_or_path", "dtype", "peft_version",
+    "torch_dtype", "transformers_version",
+}  # fmt: skip
+"""Settings of configs that say how a model was saved, and not what it computes."""
+
+
+def _settings(
+    a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
+) -> Iterator[str]:
+    """Yield in words the settings that differ between configs: equal tensors then compute other
+    numbers.
+    """
+    for path in sorted({*others[0]}.intersection(others[1])):
+        if path.name not in (CONFIG, ADAPTER):
+            continue
+        one, other = (read_config(side.root / path.parent, path.name) for side in (a, b))
+        differing = [
+            f"{_plain(key)} is {_plain(one.get(key))} in A, {_plain(other.get(key))} in B"
+            for key in dict.fromkeys((*one, *other))
+            if key not in _OF_A_SAVE and _unordered(one.get(key)) != _unordered(other.get(key))
+        ]
+        if differing:
+            more = [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
+            words = "; ".join((*differing[:3], *more))
+            yield f"outputs of the models, although {path} differs: {words}"
+
+
+def _unordered(value: object) -> object:
+    """Return a value for a comparison: PEFT writes sets of names as lists in any order."""
+    is_of_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return sorted(value) if isinstance(value, list) and is_of_names else value
+
+
+def _plain(value: object) -> str:
+    text = json.dumps(value)
+    return text.strip('"') if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]}..."
+
+
+_LONGEST_SETTING = 40
 
 
 def _other_weights(

@@ -62,6 +62,13 @@ def sizes(name: str, model_type: str) -> dict[str, str]:
         ("MixtralForCausalLM", "mixtral", "model.layers.*.mlp.experts.*", ""),
         ("MixtralForCausalLM", "mixtral", "model.layers.*.block_sparse_moe.experts.*", "num_local_experts"),
         ("DeepseekV3ForCausalLM", "deepseek_v3", "model.layers.*.mlp.experts.*", "n_routed_experts"),
+        # Another flag or id changes these, too: pad_token_id, remove_last_layer, eval_idx.
+        ("FSMTModel", "fsmt", "encoder.embed_positions.weight 0", ""),
+        ("FSMTModel", "fsmt", "encoder.embed_tokens.weight 0", "src_vocab_size"),
+        ("BridgeTowerModel", "bridgetower", "vision_model.visual.transformer.resblocks.*", ""),
+        ("Deimv2Model", "deimv2", "decoder.layers.*", ""),
+        ("IdeficsModel", "idefics", "gated_cross_attn_layers.*", ""),
+        ("BltModel", "blt", "local_decoder.cross_attn_layers.*", ""),
     ],
 )  # fmt: skip
 def test_sizes_follow_attributes(name: str, model_type: str, place: str, size: str) -> None:
@@ -98,7 +105,7 @@ def test_what_the_table_does_not_know() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "AlbertForMaskedLM", "T5ForConditionalGeneration"]
+    "name", ["LlamaForCausalLM", "AlbertForMaskedLM", "T5ForConditionalGeneration", "FSMTModel"]
 )
 def test_the_table_is_what_the_command_records(name: str) -> None:
     if transformers.__version__ != table_version():
@@ -111,3 +118,5 @@ def test_the_table_is_what_the_command_records(name: str) -> None:
         frozenset((*record["keys"], *record.get("inside", ()))) == known(name, record["type"]).keys
     )
     assert record["numbers"].keys() == known(name, record["type"]).numbers.keys()
+    rows = {f"{key} {dimension}" for key, dimension in known(name, record["type"]).rows}
+    assert record["rows"].keys() == rows

@@ -154,6 +154,15 @@ def test_what_cannot_be_done_says_what_to_type(
     assert os.listdir(folder.parent) == ["a"]
 
 
+@pytest.mark.parametrize("target", ["memory://nowhere/b", "a/inside"])
+def test_a_refused_run_leaves_no_folder_for_results(folder: Path, target: str) -> None:
+    target = target if "://" in target else str(folder.parent / target)
+    partial = folder.parent / "partial"
+    arguments = ["migrate", str(folder), target, "--to", "dcp", "--partial", str(partial)]
+    assert run(arguments) == 2
+    assert not partial.exists()
+
+
 def test_overwrite_replaces_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(folder.parent / "b")
     assert run(["migrate", str(folder), target, "--to", "bin"]) == 0

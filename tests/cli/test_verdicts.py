@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from ckptfix import ChangedError, repair, undo
+from ckptfix import ChangedError, check, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.cli import run
 from ckptfix.verification import verify
@@ -234,3 +235,42 @@ def test_equal_sizes_are_no_reason_of_an_undo_that_is_refused(tmp_path: Path) ->
         match=r"changed since repair 1 \(.*sha256 of its first and last bytes: expected",
     ):
         undo(tmp_path)
+
+
+def test_notes_of_a_clean_checkpoint_are_counted_by_their_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("policy", "reference"):
+        (tmp_path / name).mkdir()
+        for end in ("", "_1"):
+            weights = {f"w{end}": torch.rand(4), f"b{end}": torch.rand(4)}
+            save_file(weights, tmp_path / name / f"model{end}.safetensors", {"format": "pt"})
+            torch.save(weights, tmp_path / name / f"pytorch_model{end}.bin")
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(": 2 second-family")
+
+
+def test_a_folder_below_without_findings_has_its_numbers_alone(tmp_path: Path) -> None:
+    save_file({"w": torch.rand(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    headline = str(check(tmp_path).headline(is_below=True))
+    assert headline.startswith(f"{tmp_path}: 1 file, 1 tensor, ")
+
+
+def test_after_a_repair_the_model_that_is_loaded_instead_is_named(tmp_path: Path) -> None:
+    student, teacher = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(student.parameters())
+    student(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    own, other = student.state_dict(), teacher.state_dict()
+    wrapper = torch.nn.Module()
+    wrapper.module = student
+    for name, weights in (("", own), ("_1", wrapper.state_dict()), ("_2", other)):
+        torch.save(weights, tmp_path / f"pytorch_model{name}.bin")
+    for name, weights in (("", own), ("_1", other)):
+        save_file(weights, tmp_path / f"model{name}.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    for rank in range(2):
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
+    receipt = repair(tmp_path)
+    assert any("finds the wrong model in model_1.safetensors" in words for words in receipt.advice)

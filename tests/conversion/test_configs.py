@@ -174,6 +174,15 @@ def test_a_variant_keeps_its_name(tmp_path: Path, most: str) -> None:
     assert digests_at(tmp_path / "c") == digests_at(tmp_path / "a")
 
 
+def test_a_variant_that_a_folder_cannot_name_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    write_safetensors(tmp_path / "a" / "model.fp16.safetensors", {"w": torch.ones(2)})
+    (left_out,) = migrate(tmp_path / "a", tmp_path / "b", to="dcp").left_out
+    assert left_out.what == "model.fp16.safetensors: variant 'fp16'"
+    assert "add .fp16 to the file's name again" in left_out.reason
+    assert migrate(tmp_path / "b", tmp_path / "c", to="safetensors").left_out == ()
+
+
 def test_names_in_a_sharded_optimizer_are_said_to_stay(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     write_safetensors(tmp_path / "x" / "model.safetensors", {"module.w": torch.ones(2)})

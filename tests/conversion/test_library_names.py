@@ -321,3 +321,15 @@ def test_diff_names_the_command_for_an_adapter_next_to_the_model(tmp_path: Path)
     command = f"ckptfix diff {a / 'adapter_model.safetensors'} {b / 'adapter_model.safetensors'}"
     assert any(f"to compare them: {command}" in words for words in report.not_compared)
     assert diff(a / "adapter_model.safetensors", b / "adapter_model.safetensors").status == 1
+
+
+def test_saves_of_one_model_are_no_two_models_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("epoch=3.ckpt", "last.ckpt"):
+        weights = torch.nn.Linear(2, 2).state_dict()
+        torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "a" / name)
+    with pytest.raises(UsageError, match=r"epoch=3\.ckpt.* and last\.ckpt.* have the same keys"):
+        migrate(tmp_path / "a", tmp_path / "b", to="dcp")
+    migrate(tmp_path / "a" / "last.ckpt", tmp_path / "b", to="dcp")
+    migrate(tmp_path / "a", tmp_path / "c", to="safetensors")
+    assert {"epoch=3.safetensors", "last.safetensors"} <= names_below(tmp_path / "c")

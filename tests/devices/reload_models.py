@@ -220,3 +220,7 @@ class Counting(Head):
 
 def eights() -> torch.Tensor:
     return torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+def two_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    return torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -359,7 +359,10 @@ def test_a_file_that_changes_meanwhile_is_no_proof(tmp_path: Path) -> None:
         ("no_such_module_at_all:build", "ModuleNotFoundError"),
         (f"{MODELS}:none_such", "AttributeError"),
         (f"{MODELS}:Path.cwd.__name__", "a str, not a function"),
-        (f"{MODELS}:no_model", "returned dict, not a torch.nn.Module"),
+        (f"{MODELS}:no_model", "returned dict: expected one torch.nn.Module, or"),
+        (f"{MODELS}:two_models", r"returned \(Linear, Linear\): expected one torch.nn.Module"),
+        ("src/models.py:build", "next: pass --model models:build and set PYTHONPATH=src$"),
+        ("models.py:build", "next: pass --model models:build$"),
         (f"{MODELS}:broken", "raised RuntimeError: no data here"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any
 import diffusers
 import peft
 import pytest
+from transformers import FSMTConfig, FSMTModel
 
 from ckptfix import check
 from ckptfix.checkpoint import model_configs
@@ -308,3 +309,15 @@ def test_an_adapter_whose_config_does_not_say_its_type_is_told(
     # Adapters of another library have such a config, and weights of another name.
     (root / "adapter_model.safetensors").rename(root / "pytorch_adapter.safetensors")
     assert not judged(root).findings
+
+
+@pytest.mark.parametrize("pad", [0, 1, 5])
+def test_positions_that_follow_the_padding_token_are_no_mismatch(tmp_path: Path, pad: int) -> None:
+    config = FSMTConfig(
+        langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64, d_model=16,
+        encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=32,
+        pad_token_id=pad,
+    )  # fmt: skip
+    FSMTModel(config).save_pretrained(tmp_path)
+    assert check(tmp_path).findings == ()

@@ -20,7 +20,7 @@ from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from ckptfix import check, latest_checkpoint
+from ckptfix import check, latest_checkpoint, repair
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_configs_of_hooks import problems
 from tests.stores.servers import upload_folder
@@ -441,6 +441,10 @@ def test_an_average_without_its_counters(
     (problem,) = problems(folder)
     assert problem.startswith("unet_ema/config.json: it holds no EMA counters (expected decay and")
     assert ("swapped with unet/config.json" in problem) is (change is not _without_counters)
+    # No step repairs it, and the report of the repair says so, too.
+    for receipt in (repair(folder, dry_run=True), repair(folder, output=tmp_path / "copy")):
+        assert [str(finding) for finding in receipt.left] == [problem]
+        assert (receipt.found, receipt.steps, receipt.status) == (receipt.left, (), 1)
     if not others:
         with pytest.raises(UsageError, match="no EMA counters"):
             latest_checkpoint(tmp_path)

@@ -204,6 +204,11 @@ def test_a_factory_returns_a_model_and_optimizers_of_its_parameters(tmp_path: Pa
         one = small()
         return one, torch.optim.SGD(one[0].parameters())
 
+    def nested() -> Any:
+        one = small()
+        return (one, "inputs"), [torch.optim.AdamW(one.parameters())]
+
+    name_optimizers(tmp_path, states, model=nested)
     expected: list[tuple[Factory, type[Exception], str]] = [
         (nothing, UsageError, "the factory nothing returned int, not a torch.nn.Module"),
         (

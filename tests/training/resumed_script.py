@@ -7,6 +7,7 @@ is running already.
 """
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -71,6 +72,8 @@ class Variant:
     local: bool = False
     epochs_more: int = 0
     unsteady: bool = False
+    target: bool = False  # an average that nobody prepares, and that the loss uses
+    transient: bool = False  # a buffer that no state_dict has
     gradients: str = "zeroed"  # zeroed, in turn (before each backward), left (after each step)
 
 
@@ -111,6 +114,18 @@ class Counts:
         self.value = state["value"]
 
 
+class Counting(torch.nn.Module):  # type: ignore[misc]
+    """Adds a number that grows with each batch, and that no ``state_dict`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x + self.count
+
+
 def train(variant: Variant, folder: Path, *, resume: bool) -> None:
     """Train, save where the variant says so, and go on from what the folder holds if asked to."""
     v = variant
@@ -138,7 +153,9 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
         torch.nn.Dropout(v.dropout),
         torch.nn.Linear(8, 8),
         torch.nn.Linear(8, 8),
+        Counting() if v.transient else torch.nn.Identity(),
     )
+    target = copy.deepcopy(model) if v.target else None
     parameters = list(model.parameters())
     if v.order == "turned" and resume:
         # The two layers of one shape change places, as they may where the order comes from a set.
@@ -235,6 +252,15 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
                         save()
                     continue
                 loss = model(batch["x"]).pow(2).mean()
+                if target is not None:
+                    loss = loss + (model(batch["x"]) - target(batch["x"]).detach()).pow(2).mean()
+                    with torch.no_grad():
+                        for mean, one in zip(
+                            target.parameters(),
+                            accelerator.unwrap_model(model).parameters(),
+                            strict=True,
+                        ):
+                            mean.lerp_(one, 0.1)
                 loss.backward() if v.direct else accelerator.backward(loss)
                 if v.clip:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -258,7 +258,17 @@ def test_an_optimizer_with_other_groups(tmp_path: Path) -> None:
         return torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=lr)
 
     run = make_run(nn.Sequential(nn.Linear(4, 3)), optimizer=grouped)
-    refused(run, folder, "1 param group in the checkpoint, 2 in this run")
+    error = refused(run, folder, "1 param group in the checkpoint, 2 in this run")
+    assert str(error).endswith(
+        '; next: pass policy=LoadPolicy(optimizers="warn") to leave it unchanged'
+    )
+
+
+def test_the_next_step_of_a_model_that_fails_is_that_of_its_optimizer(tmp_path: Path) -> None:
+    folder = small(tmp_path / "c", torch.optim.AdamW, (4, 4))
+    run = make_run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    error = refused(run, folder, "2 parameters in the checkpoint, 4 in this run$")
+    assert str(error).count("; next: ") == 1
 
 
 def write_manifest(folder: Path, **entries: Any) -> None:

@@ -34,6 +34,7 @@ FAULTY = {
     "gradients-left-over": Variant(gradients="left", two=True, scheduler="none", save=-1),
     "iterable-order": Variant(iterable="own", save=12),
     "loader-not-prepared": Variant(loader="raw", skip="nothing", shuffle=True),
+    "model-not-prepared": Variant(target=True, save=-1),
     "not-skipped": Variant(skip="nothing"),
     "nothing-loaded": Variant(loads="model", save=-1),
     "optimizer-not-prepared": Variant(optimizer="raw", scheduler="none", save=-1),
@@ -47,6 +48,7 @@ FAULTY = {
     "stateful-order": Variant(stateful=True, skip="nothing", shuffle=True, save=12),
     "stateful-repeats-epoch": Variant(stateful=True, skip="nothing", shuffle=True, save=8),
     "stateful-workers": Variant(stateful=True, skip="nothing", shuffle=True, workers=1, save=12),
+    "transient-buffer": Variant(transient=True, save=-1),
 }
 """Code of a cause -> a script that has it."""
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ckptfix.devices.reload.filling import Filled, fill, name_problems, tensors_
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, tensors_in
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.storage.paths import shell_path
+from ckptfix.tensors.parameter_sources import in_types
 
 SEED = 20_260_731
 _BATCH, _LENGTH = 2, 12
@@ -178,9 +181,10 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
         with current_folder_on_path():
             made = called()
         model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        if not isinstance(model, torch.nn.Module):
+        if not isinstance(model, torch.nn.Module) or isinstance(inputs, torch.nn.Module):
             raise UsageError(
-                f"the factory {shown} returned {type(model).__name__}, not a torch.nn.Module"
+                f"the factory {shown} returned {in_types(made)}: expected one torch.nn.Module, or "
+                "(model, inputs)"
             )
         model = (
             model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
@@ -233,6 +237,13 @@ def import_factory(spec: str) -> Factory:
     module, _, name = spec.partition(":")
     if not module or not name:
         raise UsageError(f"--model {spec!r}: expected module:factory, such as mypkg.models:build")
+    if "/" in module or module.endswith(".py"):
+        file = PurePath(module)
+        where = f" and set PYTHONPATH={shell_path(str(file.parent))}" if file.parent.parts else ""
+        raise UsageError(
+            f"--model {spec}: expected the name of a module, not of a file; next: pass --model "
+            f"{file.stem}:{name}{where}"
+        )
     try:
         with current_folder_on_path():
             value: Any = importlib.import_module(module)

@@ -112,6 +112,10 @@ class Draft(Struct):
         """Return whether the load fails if an object of this part gets nothing."""
         return self.policy.requirement(part) in (Requirement.REQUIRE, Requirement.PARTIAL)
 
+    def has_failed(self, part: Part) -> bool:
+        """Return whether an object of this part fails the load."""
+        return any(reports[0].part is part for reports in self.failures.values())
+
     def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
         """Record that the policy ignores an object."""
         self.others.append(_report(part, Status.SKIPPED, target, what, "ignored by the policy"))

@@ -358,11 +358,10 @@ def _nothing_for(
         advice = _next(draft, part, instead_of=command("check", draft.path))
         draft.cannot(part, f"{reason}{advice}", target=target)
     else:
-        draft.cannot(
-            part,
-            others or f"every matching file of {draft.path} goes to another object",
-            target=target,
-        )
+        reason = others or f"every matching file of {draft.path} goes to another object"
+        # The advice about a model that fails leads to another load of its optimizer, too.
+        has_advice = "; next: " in reason or draft.has_failed(Part.MODELS)
+        draft.cannot(part, reason if has_advice else reason + _next(draft, part), target=target)
 
 
 def _next(draft: Draft, part: Part, *, instead_of: str = "") -> str:

@@ -33,6 +33,7 @@ class Evidence:
     ``before``, ``after``: facts of the dataloader in the uninterrupted and the resumed run.
     ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read.
     ``loaded_other``: another checkpoint was loaded than the one that was saved last.
+    ``lost_buffers``: buffers that differ in the step, and that no checkpoint contains.
     ``is_swapped``: the values belong to other names. ``is_rank_0s``: the values of rank 0.
     """
 
@@ -49,6 +50,7 @@ class Evidence:
     files: frozenset[str] | None = None
     was_loaded: bool = True
     loaded_other: bool = False
+    lost_buffers: tuple[str, ...] = ()
     is_swapped: bool = False
     is_rank_0s: bool = False
 
@@ -198,6 +200,21 @@ CAUSES: tuple[Cause, ...] = (
             "metric_for_best_model"
         ),
         is_left_to_trainer=True,
+    ),
+    Cause(
+        "model-not-prepared",
+        lambda one: one.state == "unprepared models",
+        "the script uses a model that was not passed to prepare(), so save_state does not save it",
+        "accelerator.register_for_checkpointing(model)",
+        trainer_words="the script uses a model other than the Trainer's, and no checkpoint has it",
+        trainer_change="save and load the model in a callback of the Trainer",
+    ),
+    Cause(
+        "transient-buffer",
+        lambda one: one.state in ("loss", "buffers") and one.is_first and bool(one.lost_buffers),
+        "training changes a buffer that was registered with persistent=False, so no checkpoint "
+        "contains it",
+        "register_buffer(name, tensor) without persistent=False",
     ),
     Cause(
         "parameter-order",

@@ -210,11 +210,13 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
         yield "batches: the script uses no dataloader of torch or accelerate"
     if "loss" not in strips:
         yield "losses: the script does not call accelerator.backward"
+    yield "attributes of models and custom objects that their state_dict() leaves out"
     silent = max((one.world for one in reference), default=1) - len(reference)
     if silent > 0:
         yield f"{count_of(silent, 'rank')}: no optimizer step was recorded"
     for state, name in sorted(comparison.ignored):
-        what = f"the generator of {name}" if state == "generators" else f"the custom object {name}"
+        words = {"generators": "the generator of", "custom objects": "the custom object"}
+        what = f"{words.get(state, 'the unprepared model')} {name}"
         yield f"{what}: also differs between two uninterrupted runs"
     if stopped and comparison.steps:
         yield f"steps after {comparison.steps[-1]}: --steps ended the runs there"

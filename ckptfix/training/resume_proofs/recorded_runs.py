@@ -17,19 +17,12 @@ from ckptfix.errors import OperationError
 SETTINGS = "CKPTFIX_PROVING"
 """Environment variable with the settings of a recorder."""
 
+UNPREPARED = "unprepared models"
+"""The state of models that no ``prepare`` got and no optimizer steps: a target net, an average."""
+
 STATES = (
-    *(
-        "batch",
-        "learning rate",
-        "scheduler",
-        "generators",
-        "loss",
-        "gradients",
-        "scaler",
-        "weights",
-        "buffers",
-    ),
-    *("moments", "counters", "custom objects"),
+    *("batch", "learning rate", "scheduler", "generators", UNPREPARED, "loss", "gradients"),
+    *("scaler", "weights", "buffers", "moments", "counters", "custom objects"),
 )
 """Everything that is compared, in the order in which one follows from another within a step."""
 

@@ -1,7 +1,10 @@
 """Values of a process as a recorder writes them: exact text for small ones, a digest of samples for tensors."""
 
+import gc
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -116,3 +119,31 @@ def name_of_tensor(name: str, model: int | None) -> str:
     """Return a parameter's name without what wrappers put into it."""
     parts = [one for one in name.removeprefix("module.").split(".") if one not in PRIVATE_WRAPPERS]
     return ".".join(parts) if model is None else f"{'.'.join(parts)} of model {model}"
+
+
+def digests_of_unprepared(
+    prepared: Collection[Any], known: Collection[int], digest: Callable[[Any], str]
+) -> dict[str, str]:
+    """Return the digests of the tensors of all other models of this process, by name.
+
+    ``prepared``: the models that accelerate knows. ``known``: the identities of tensors that are
+    compared or saved otherwise. ``digest``: of a tensor.
+    """
+    # type(), as isinstance asks proxies, and one whose object is gone raises.
+    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    inside = {id(child) for module in modules for child in module.children()}
+    inside |= {id(part) for model in prepared for part in model.modules()}
+    alike: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    for module in modules:
+        named = chain(module.named_parameters(), module.named_buffers())
+        if id(module) not in inside:
+            tensors = {name: digest(one) for name, one in named if id(one) not in known}
+            key = (type(module).__name__, *tensors)
+            alike[key].append(tensors)
+    # The collector lists models of one class in any order.
+    return {
+        f"{name} of {kind}{f' {at + 1}' if len(models) > 1 else ''}": value
+        for (kind, *_), models in alike.items()
+        for at, tensors in enumerate(sorted(models, key=lambda one: tuple(one.values())))
+        for name, value in tensors.items()
+    }

@@ -32,12 +32,13 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckptfix.devices.patching import Method, Patches, when_imported
-from ckptfix.training.resume_proofs.recorded_runs import Settings
+from ckptfix.training.resume_proofs.recorded_runs import UNPREPARED, Settings
 from ckptfix.training.resume_proofs.recorded_values import (
     LEAST,
     SAMPLES,
     WHOLE_LEAF,
     digests_of_generators,
+    digests_of_unprepared,
     is_zero,
     leaves_of,
     local_part,
@@ -370,6 +371,7 @@ class Recorder:
             states["gradients"] = self._gradients_now(
                 self._of_models() or None, leave_out_zeros=True
             )
+            states[UNPREPARED] = self._unprepared()
             at = {"rows": self._rows, "losses": len(self._losses)}
             self._write("entry", number=self._number, states=states, **at)
             self._entries += 1
@@ -629,6 +631,20 @@ class Recorder:
         states["generators"] = digests_of_generators()
         return {state: named for state, named in states.items() if named}
 
+    def _unprepared(self) -> dict[str, str]:
+        """Return the tensors of models that are in no prepared model, optimizer or custom object."""
+        models = self._models()
+        things = [
+            one
+            for _, accelerator in self._living(self._accelerators)
+            for one in accelerator._custom_objects
+            if isinstance(one, torch.nn.Module)
+        ]
+        known = set(self._parameters())
+        for one in (*models, *things):
+            known |= {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+        return digests_of_unprepared(models, known, lambda one: self._digest(one, self._share))
+
     def _save_facts(self) -> dict[str, Any]:
         saved: set[int] = set()
         for _, accelerator in self._living(self._accelerators):
@@ -652,7 +668,7 @@ class Recorder:
         for _, one in schedulers:
             if id(one) in saved:
                 saved |= {id(inner) for inner in getattr(one, "_schedulers", ())}
-        passing = self._current
+        passing, models = self._current, self._models()
         accelerators = [one for _, one in self._living(self._accelerators)]
         return {
             "trainer": trainer is not None,
@@ -664,6 +680,11 @@ class Recorder:
                 type(one).__name__
                 for at, one in self._living(self._optimizers)
                 if id(one) not in saved and self._steps[at]
+            ],
+            "unsaved_buffers": [
+                name_of_tensor(name, at if len(models) > 1 else None)
+                for at, model in enumerate(models)
+                for name in _transient_buffers(model)
             ],
             "is_cut": any(not one.sync_gradients for one in accelerators) or bool(self._losses),
             "accumulation": max(
@@ -731,6 +752,13 @@ def _folder_of_trainer(trainer: Any, given: Any, result: Any) -> str:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _transient_buffers(model: Any) -> Iterator[str]:
+    """Yield the names of buffers that no ``state_dict`` holds."""
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name
 
 
 def _groups_of(optimizer: Any) -> Sequence[Any]:

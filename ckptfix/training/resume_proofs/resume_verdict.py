@@ -11,6 +11,7 @@ from itertools import zip_longest
 from ckptfix.training.resume_proofs.causes import Cause, Evidence, Relation, cause_of
 from ckptfix.training.resume_proofs.recorded_runs import (
     STATES,
+    UNPREPARED,
     Batch,
     Entry,
     Named,
@@ -23,13 +24,13 @@ from ckptfix.wording import count_of, list_names
 
 _AT_ENTRY = (
     *("learning rate", "scheduler", "scaler", "weights", "moments", "gradients", "counters"),
-    *("custom objects",),
+    *("custom objects", UNPREPARED),
 )
 """States that must be restored when the first loss of the resumed run arrives. The buffers have
 seen a batch then.
 """
 
-_OWN = ("generators", "custom objects")
+_OWN = ("generators", "custom objects", UNPREPARED)
 """States that a script may leave unseeded: where two uninterrupted runs differ in them alone, they
 are left out.
 """
@@ -231,9 +232,10 @@ def _roots(found: list[Difference]) -> list[Difference]:
     for one in found:
         causes.setdefault(one.state, one)
     roots = list(causes.values())
-    restored = [
-        one for one in roots if one.found or one.expected or one.state in ("batch", "generators")
-    ]
+    # Equal losses and weights make equal buffers, unless a buffer was not restored.
+    hard = {"batch", "loss", "gradients", "weights"}.intersection(causes)
+    own = ("batch", "generators") if hard else ("batch", "generators", "buffers")
+    restored = [one for one in roots if one.found or one.expected or one.state in own]
     return restored or roots[:1]
 
 
@@ -333,6 +335,9 @@ class _Pair:
                 has_spread = has_spread or one.state not in _HARMLESS
                 agreement.setdefault(one.state, {})[one.step] = False
                 yield one
+            both = (self._entry, self._again.entries[0])
+            if UNPREPARED not in named and all(one.states.get(UNPREPARED) for one in both):
+                agreement.setdefault(UNPREPARED, {}).setdefault(self._saved_at + 1, True)
         first = self._saved_at + 1 if named else None
         for at, (step, resumed) in enumerate(zip_longest(self._steps, self._after)):
             if step is None or resumed is None:
@@ -397,6 +402,10 @@ class _Pair:
         row, other = _Row(entry.number, entry.states), _Row(again.number, again.states)
         for state in _AT_ENTRY:
             names = _kept(state, _names(state, row, other), ignored)
+            if state == UNPREPARED:
+                # A script may make a model later, or only in one of the runs.
+                both = row.states.get(state, {}).keys() & other.states.get(state, {}).keys()
+                names = tuple(name for name in names if name in both)
             if names:
                 words = f"{_words(state, row, other, names)}, before the first batch"
                 yield self._explained(
@@ -414,7 +423,11 @@ class _Pair:
         one = self._difference(row.step, state, words, names, row, other)
         if state not in ("batch", "generators", "learning rate", "scheduler"):
             one = replace(one, expected={}, found={})
-        return self._explained(replace(one, relation=relation), at)
+        transient = set(self._case.saved.get("unsaved_buffers", ()))
+        unsaved = transient.intersection(_names("buffers", row, other))
+        return self._explained(
+            replace(one, relation=relation), at, lost_buffers=tuple(sorted(unsaved))
+        )
 
     def _difference(
         self, step: int, state: str, words: str, names: tuple[str, ...], row: _Row, other: _Row
@@ -425,8 +438,14 @@ class _Pair:
             {name: now.get(name) for name in names},
         )  # fmt: skip
 
-    def _explained(self, one: Difference, at: int, *, at_entry: bool = False) -> Difference:
-        """Return a difference with its cause. ``at_entry``: it is there before the first batch."""
+    def _explained(
+        self, one: Difference, at: int, *, at_entry: bool = False,
+        lost_buffers: tuple[str, ...] = (),
+    ) -> Difference:  # fmt: skip
+        """Return a difference with its cause. ``at_entry``: it is there before the first batch.
+
+        ``lost_buffers``: those of the step that differ and that no checkpoint has.
+        """
         before, after = (
             self._facts(self._one, self._steps, at),
             self._facts(self._again, self._after, at),
@@ -445,6 +464,7 @@ class _Pair:
             relation=one.relation,
             before=before,
             after=after,
+            lost_buffers=lost_buffers,
             is_swapped=len(changed) > 1 and Counter(changed) == Counter(one.expected.values()),
             is_rank_0s=bool(changed)
             and all(rank_0s.get(name) == value for name, value in one.found.items()),
