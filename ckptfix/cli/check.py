@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     # A check of one checkpoint must start quickly.
     from ckptfix.cli.runs import Resume, Runs
     from ckptfix.diagnosis.loads.loaders import Loaders
+    from ckptfix.diagnosis.run_page import Cell
 
 
 @click.command(
@@ -143,7 +144,7 @@ def _check_all(
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""
-    shown: list[CheckReport] = []
+    cells: list[Cell] = []
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -173,7 +174,7 @@ def _check_all(
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
         if html is not None:
-            shown.append(result)
+            cells.append(_cell(result))
         if report.quiet:
             if result.status:
                 report.path(result.path, null=null)
@@ -241,22 +242,23 @@ def _check_all(
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
         if html is not None:
-            problem = publish(report, html, _page(shown, answers))
+            problem = publish(report, html, _page(cells, answers))
             batch.status = max(batch.status, 3 * bool(problem))
         return report.finish(summary, batch.status or int(bool(warnings)))
     return report.finish(summary, batch.status)
 
 
-def _page(reports: Iterable[CheckReport], answers: "Iterable[Resume]") -> str:
-    from ckptfix.diagnosis.run_page import Answer, Cell, run_page
+def _cell(report: CheckReport) -> "Cell":
+    """Return what the page shows of a checkpoint: of 100,000 reports only this is kept."""
+    from ckptfix.diagnosis.run_page import Cell
 
-    cells = (
-        Cell(
-            str(report.path), report.verdict, report.counts["bytes"],
-            lines=tuple(report.verdict_lines())[1:],
-        )
-        for report in reports
-    )  # fmt: skip
+    lines = tuple(report.verdict_lines())[1:]
+    return Cell(str(report.path), report.verdict, report.counts["bytes"], lines=lines)
+
+
+def _page(cells: "Iterable[Cell]", answers: "Iterable[Resume]") -> str:
+    from ckptfix.diagnosis.run_page import Answer, run_page
+
     of_runs = {}
     for answer in answers:
         sound = answer.clean or (None if answer.is_doubted else answer.checkpoint)
