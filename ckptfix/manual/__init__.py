@@ -42,7 +42,7 @@ TOPICS = (
 CATALOGUE = "codes"
 """The page with one section for each code."""
 
-TABLES = ("verify", "exact-resume")
+TABLES = (CATALOGUE, "verify")
 """The pages with one row of a table for each code that has no section."""
 
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
@@ -104,8 +104,8 @@ def rows(topic: str) -> dict[str, str]:
 
 def explanation(code: str) -> str | None:
     """Return the section and the rows about a code; None where it is unknown."""
-    texts = [section(CATALOGUE, code), *(rows(topic).get(code) for topic in TABLES)]
-    return "\n".join(text for text in texts if text is not None) or None
+    text = section(CATALOGUE, code)
+    return text or next((known[code] for known in map(rows, TABLES) if code in known), None)
 
 
 def closest(word: str, known: list[str]) -> str:

@@ -193,7 +193,7 @@ def test_explain_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     ("code", "topic", "words"),
     [
         ("digest-swapped", "verify", "- meaning: two files or tensors have each other's bytes"),
-        ("order-not-saved", "exact-resume", "- restored by `ckptfix run`: yes"),
+        ("order-not-saved", "codes", "- restored by `ckptfix run`: yes"),
     ],
 )
 def test_a_code_with_a_row_prints_the_row_and_its_page(
