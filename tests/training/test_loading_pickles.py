@@ -104,6 +104,17 @@ def test_names_of_numpy_1_load_under_numpy_2(tmp_path: Path) -> None:
     assert result["array"].tolist() == [0, 1, 2]
 
 
+def test_data_of_numpy_are_known_in_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    # numpy 1.26 has a `_core` that is nearly empty, and 1.24 has no `dtypes`.
+    monkeypatch.setattr(numpy, "_core", types.ModuleType("numpy._core"))
+    monkeypatch.setattr(numpy, "dtypes", None)
+    module = "numpy.core.multiarray"
+    allowed, refused = resolve([(module, "scalar"), (module, "_reconstruct"), ("numpy", "dtype")])
+    assert not refused
+    assert (numpy.float64(0).__reduce__()[0], f"{module}.scalar") in allowed
+    assert type(numpy.dtype("float64")) in allowed
+
+
 def test_containers_of_omegaconf_are_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [("omegaconf.listconfig", "ListConfig"), ("omegaconf.base", "ContainerMetadata")]
     for module, name in names:
