@@ -173,6 +173,9 @@ class _Builder:
 
 Global = tuple[str, str]
 
+_ADDED_MODULES = ("_codecs", "builtins")
+"""Modules of the safe globals that torch 2.4 does not know."""
+
 _NUMPY_FUNCTIONS = ("numpy._core.multiarray", "numpy.core.multiarray")
 _NUMPY_TYPES_TEXT = """
     ndarray dtype generic bool bool_ bytes_ str_ void float16 float32 float64 complex64 complex128 datetime64
@@ -308,6 +311,9 @@ def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
         module, name = python_3_name(*pair)  # as torch reads the names of protocol 2
         safety = classify(module, name)
         if safety is GlobalSafety.SAFE or f"{module}.{name}" in users:
+            # Generators of random numbers hold bytes, which only newer versions of torch allow.
+            if module in _ADDED_MODULES and torch.__version__ < (2, 6):
+                allowed.append(getattr(sys.modules[module], name))
             continue
         value = None if safety is GlobalSafety.UNSAFE else _known(module, name)
         if value is None:
