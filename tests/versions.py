@@ -58,11 +58,10 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("3.10", "2.4.0", "1.0.0", "0.4.3", "4.44.0", "0.12.0", "1.24.0", is_oldest=True),
+    Row("3.10", "2.4.0", "1.0.0", "0.4.3", "4.44.0", "0.15.0", "1.24.0", is_oldest=True),
     Row("3.11", "2.13.0", "1.6.0", "0.5.3", "4.51.3", "0.15.2", "1.26.4"),
     Row("3.11", "2.13.0", "1.12.0", "0.7.0", "5.0.0", "0.18.1", "2.2.6"),
     Row("3.11", "2.13.0", "1.15.0", "0.8.0", "5.23.0", "0.21.2", "2.4.6"),
-    Row("3.12", "2.8.0", "1.10.1", "0.6.2", "4.57.6", "0.17.1", "2.3.5"),
     Row("3.13", "2.14.1", "1.15.0", "0.8.0", "5.24.0", "0.21.2", "2.4.6"),
     Row("3.14", "2.15.0", "1.15.0", "0.8.0", "5.24.0", "0.21.2", "2.4.6"),
     Row("3.10"),
@@ -128,8 +127,8 @@ def build_wheel(folder: Path, *options: str) -> Path:
     shutil.copytree(ROOT / "ckptfix", sources / "ckptfix", ignore=lambda *_: {"__pycache__"})
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, sources)
-    pip = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", *options, "-w", folder, sources]
-    subprocess.run(pip, check=True, stdout=sys.stderr)
+    pip = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", *options]
+    subprocess.run([*pip, "-w", folder, sources], check=True, stdout=sys.stderr)
     shutil.rmtree(sources)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -144,7 +143,7 @@ def install(row: Row, wheel: Path, python: Path, environment: Path) -> Path:
     else:
         # What the commands import that need no torch; an installed ckptfix would ask for torch.
         arguments = ["--no-deps", str(wheel), "click", "msgspec", "tqdm", "typing-extensions"]
-    pip = [sys.executable, "-m", "pip", "--python", inside, "-q", "install", *arguments]
+    pip = [sys.executable, "-m", "pip", "--python", str(inside), "-q", "install", *arguments]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode == 0:
         return inside

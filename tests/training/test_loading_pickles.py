@@ -28,7 +28,7 @@ from tests.training.loading_runs import reset
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     reset()
-    before = torch.serialization.get_safe_globals()
+    before = list(torch.serialization.get_safe_globals())
     yield
     after = torch.serialization.get_safe_globals()
     assert set(before) <= set(after), "the allow-list of the process lost something"
@@ -181,7 +181,7 @@ def test_a_class_of_the_users_is_refused_with_the_line_that_allows_it(tmp_path: 
 
 def test_what_the_user_allowed_loads(tmp_path: Path) -> None:
     folder = saved(tmp_path, {"settings": RunSettings(0.25)})
-    before = torch.serialization.get_safe_globals()
+    before = list(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals([RunSettings])
     try:
         assert load(folder)["settings"].learning_rate == 0.25
