@@ -9,6 +9,7 @@ were parsed already to see that it is harmless: torch would parse them once more
 both, a load of 600 MB with AdamW takes 1.2x of the time of stock's, with this 0.85x.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -172,6 +173,9 @@ class _Builder:
 
 Global = tuple[str, str]
 
+_ADDED_MODULES = ("_codecs", "builtins")
+"""Modules of the safe globals that torch 2.4 does not know."""
+
 _NUMPY_FUNCTIONS = ("numpy._core.multiarray", "numpy.core.multiarray")
 _NUMPY_TYPES_TEXT = """
     ndarray dtype generic bool bool_ bytes_ str_ void float16 float32 float64 complex64 complex128 datetime64
@@ -307,6 +311,9 @@ def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
         module, name = python_3_name(*pair)  # as torch reads the names of protocol 2
         safety = classify(module, name)
         if safety is GlobalSafety.SAFE or f"{module}.{name}" in users:
+            # Generators of random numbers hold bytes, which only newer versions of torch allow.
+            if module in _ADDED_MODULES and torch.__version__ < (2, 6):
+                allowed.append(getattr(sys.modules[module], name))
             continue
         value = None if safety is GlobalSafety.UNSAFE else _known(module, name)
         if value is None:
@@ -314,7 +321,7 @@ def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
             continue
         path = f"{module}.{name}"
         is_same = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}" == path
-        allowed.append(value if is_same else (value, path))
+        allowed.append(value if is_same else _renamed(value, path))
         with_numpy = with_numpy or module.split(".")[0] == "numpy"
     if with_numpy:  # torch looks at the type of a dtype, and each dtype has its own
         allowed += [numpy.dtype, numpy.ndarray, *_dtype_classes()]
@@ -324,7 +331,8 @@ def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
 @contextmanager
 def allowing(values: list[Any]) -> Iterator[None]:
     """Allow these globals inside the block, in addition to those the user allowed."""
-    before = torch.serialization.get_safe_globals()
+    # A copy: until torch 2.5 this is torch's own list, which grows with the next line.
+    before = list(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals(values)
     try:
         yield
@@ -343,8 +351,9 @@ def _allowed_by_user() -> frozenset[str]:
 def _known(module: str, name: str) -> Any:
     """Return the object that a global means, None for one that may not be allowed."""
     if module in _NUMPY_FUNCTIONS and name in ("_reconstruct", "scalar"):
-        multiarray: Any = getattr(numpy, "_core", None) or numpy.core
-        return getattr(multiarray.multiarray, name)
+        # Not by numpy's own modules: 1.26 has a `_core` too, which is nearly empty.
+        sample: Any = numpy.empty(0) if name == "_reconstruct" else numpy.float64(0)
+        return sample.__reduce__()[0]
     if module == "numpy" and name in _NUMPY_TYPES:
         return getattr(numpy, name, None)
     if module == "numpy.dtypes":
@@ -359,6 +368,20 @@ def _known(module: str, name: str) -> Any:
     return _enum(module, name)
 
 
+def _renamed(value: Any, path: str) -> Any:
+    """Return what allows a global under another name than its own."""
+    if torch.__version__ >= (2, 6):
+        return value, path
+
+    # Older versions of torch ask the object for its name.
+    @functools.wraps(value)
+    def renamed(*arguments: Any) -> Any:
+        return value(*arguments)
+
+    renamed.__module__, _, renamed.__name__ = path.rpartition(".")
+    return renamed
+
+
 def _enum(module: str, name: str) -> Any:
     value: Any = sys.modules.get(module)
     for step in name.split("."):
@@ -368,5 +391,7 @@ def _enum(module: str, name: str) -> Any:
 
 
 def _dtype_classes() -> list[Any]:
-    dtypes = getattr(numpy, "dtypes", None)  # since numpy 1.25
-    return [getattr(dtypes, name) for name in getattr(dtypes, "__all__", ())]
+    dtypes = getattr(numpy, "dtypes", None)
+    if dtypes is None:  # before numpy 1.25
+        return list({type(numpy.dtype(code)) for code in numpy.typecodes["All"]})
+    return [getattr(dtypes, name) for name in dtypes.__all__]

@@ -891,3 +891,37 @@ def test_the_states_next_to_models_that_hooks_saved_are_no_load(tmp_path: Path) 
     assert [(outcome.path, outcome.status) for outcome in report.all_load] == [
         ("vae/diffusion_pytorch_model.safetensors", 0)
     ]
+
+
+OLDEST = Path(__file__).parents[2] / ".venv/transformers-4.44"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST.exists(), reason="needs the oldest transformers: see README.md")
+def test_the_oldest_transformers_answers_too(tmp_path: Path) -> None:
+    intact, lacking = tmp_path / "intact", tmp_path / "lacking"
+    llama().save_pretrained(intact)
+    shutil.copytree(intact, lacking)
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptfix", "check", "--load", "--json", intact, lacking],
+        env={**os.environ, "PYTHONPATH": f"{OLDEST}{os.pathsep}{Path(__file__).parents[2]}"},
+        capture_output=True,
+        text=True,
+    )
+    loads = [checkpoint["load"] for checkpoint in json.loads(done.stdout)["checkpoints"]]
+    outcomes = [outcome for (outcome,) in loads]
+    assert all(outcome["library"].startswith("transformers 4.44") for outcome in outcomes)
+    assert [outcome["missing"] for outcome in outcomes] == [[], ["model.norm.weight"]]
+    assert done.returncode == 1
+
+
+def test_a_peft_that_reports_no_missing_keys_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of_peft("LoRA").save(tmp_path / "model")
+    monkeypatch.setattr(peft, "__version__", "0.14.0")
+    answer = ask(asked(load_of(tmp_path / "model")))
+    assert answer.unchecked == "peft 0.14.0 is too old (expected 0.15 or newer)"

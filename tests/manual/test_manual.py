@@ -234,30 +234,6 @@ def test_ellipses_match_any_text() -> None:
     assert not matches("a ...\n", "b c\n")
 
 
-def test_the_wheel_has_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(
-        "setuptools", reason="newer Pythons install no setuptools into an environment"
-    )
-    from setuptools import Distribution
-    from setuptools.command.build_py import build_py
-    from setuptools.config.pyprojecttoml import apply_configuration
-
-    monkeypatch.chdir(ROOT)
-    distribution = Distribution()
-    apply_configuration(distribution, "pyproject.toml")
-    # Otherwise it writes a folder of metadata into the tree.
-    distribution.include_package_data = False
-    command = build_py(distribution)
-    command.finalize_options()
-    packaged = {f"{package}/{name}" for package, *_, names in command.data_files for name in names}
-    table = "ckptfix/checkpoint/architectures.bin"
-    assert packaged == {
-        "ckptfix/py.typed",
-        table,
-        *(f"ckptfix/manual/{path.name}" for path in PAGES),
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["help"], ["explain", "doubled-model"]])
 def test_the_manual_imports_no_torch(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 allows it.
 """
 
+import codecs
 import enum
 import os
 import sys
@@ -15,8 +16,9 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.torch_version import TorchVersion
 
-from ckptfix.devices.torch_reading import resolve
+from ckptfix.devices.torch_reading import allowing, resolve
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
 from fixtures.models import RunSettings
@@ -26,7 +28,7 @@ from tests.training.loading_runs import reset
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     reset()
-    before = torch.serialization.get_safe_globals()
+    before = list(torch.serialization.get_safe_globals())
     yield
     after = torch.serialization.get_safe_globals()
     assert set(before) <= set(after), "the allow-list of the process lost something"
@@ -104,6 +106,45 @@ def test_names_of_numpy_1_load_under_numpy_2(tmp_path: Path) -> None:
     assert result["array"].tolist() == [0, 1, 2]
 
 
+def test_data_of_numpy_are_known_in_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    # numpy 1.26 has a `_core` that is nearly empty, and 1.24 has no `dtypes`.
+    monkeypatch.setattr(numpy, "_core", types.ModuleType("numpy._core"))
+    monkeypatch.setattr(numpy, "dtypes", None)
+    module = "numpy.core.multiarray"
+    allowed, refused = resolve([(module, "scalar"), (module, "_reconstruct"), ("numpy", "dtype")])
+    assert not refused
+    assert (numpy.float64(0).__reduce__()[0], f"{module}.scalar") in allowed
+    assert type(numpy.dtype("float64")) in allowed
+
+
+def test_torch_forgets_what_a_load_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[Any] = [Colour]
+    # As until torch 2.5: the list itself is returned, and a new one is made when it is cleared.
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", lambda: known)
+    monkeypatch.setattr(torch.serialization, "add_safe_globals", lambda more: known.extend(more))
+
+    def clear() -> None:
+        nonlocal known
+        known = []
+
+    monkeypatch.setattr(torch.serialization, "clear_safe_globals", clear)
+    with allowing([numpy.dtype]):
+        assert known == [Colour, numpy.dtype]
+    assert known == [Colour]
+
+
+def test_a_torch_that_asks_objects_for_their_names_gets_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.4.0"))
+    names = [("numpy.core.multiarray", "scalar"), ("_codecs", "encode"), ("builtins", "set")]
+    (scalar, encode, the_set, *_), refused = resolve(names)
+    assert not refused
+    assert (encode, the_set) == (codecs.encode, set)
+    assert f"{scalar.__module__}.{scalar.__name__}" == "numpy.core.multiarray.scalar"
+    assert scalar(numpy.dtype("float32"), bytes(4)) == numpy.float32(0)
+
+
 def test_containers_of_omegaconf_are_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [("omegaconf.listconfig", "ListConfig"), ("omegaconf.base", "ContainerMetadata")]
     for module, name in names:
@@ -140,7 +181,7 @@ def test_a_class_of_the_users_is_refused_with_the_line_that_allows_it(tmp_path: 
 
 def test_what_the_user_allowed_loads(tmp_path: Path) -> None:
     folder = saved(tmp_path, {"settings": RunSettings(0.25)})
-    before = torch.serialization.get_safe_globals()
+    before = list(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals([RunSettings])
     try:
         assert load(folder)["settings"].learning_rate == 0.25

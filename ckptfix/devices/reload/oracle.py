@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.torch_version import TorchVersion
 
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
 from ckptfix.checkpoint.model_configs import ADAPTER, PIPELINE, read_config
@@ -112,8 +113,11 @@ def _of_transformers(
     answer = answer._replace(loads=cls.__name__)
     settings = _config_of(cls, folder)
     attention, unknown = _attention_of(settings)
+    # With a device map, 4.44 reads the tensors from files, and fails without them. A model made on
+    # "meta" is no way out: 4.44 takes all its parameters as tied, and misses none.
+    is_mapped = TorchVersion(library.__version__) >= (4, 48)
     model, info = cls.from_pretrained(
-        None, config=settings, state_dict=tensors, device_map={"": "meta"},
+        None, config=settings, state_dict=tensors, device_map={"": "meta"} if is_mapped else None,
         ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
         trust_remote_code=False, **attention,
     )  # fmt: skip
@@ -477,6 +481,9 @@ def _home_of_base(config: Mapping[str, Any], start: str) -> str:
 def _adapted(
     library: Any, base: Any, tensors: dict[str, torch.Tensor], folder: Path, answer: LoadOutcome
 ) -> LoadOutcome:
+    # Older versions do not report which keys are missing.
+    if TorchVersion(library.__version__) < (0, 15):
+        raise Unchecked(f"peft {library.__version__} is too old (expected 0.15 or newer)")
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
     from peft.utils import save_and_load
 
