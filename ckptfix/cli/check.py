@@ -1,8 +1,7 @@
 """``ckptfix check``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from threading import Event
 from time import time
 from typing import TYPE_CHECKING
@@ -144,7 +143,7 @@ def _check_all(
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""
-    cells: list[Cell] = []
+    cells: list[Cell] | None = [] if html is not None and executor.leads else None
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -173,7 +172,7 @@ def _check_all(
         return result.alone()
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
-        if html is not None:
+        if cells is not None:
             cells.append(_cell(result))
         if report.quiet:
             if result.status:
@@ -189,12 +188,17 @@ def _check_all(
             yield from result.verdict_lines()
             yield from result.unchecked()
 
+    def keep(document: Mapping[str, object]) -> None:
+        if cells is not None and "error" in document:
+            cells.append(_failed(document))
+        report.element("checkpoints", document)
+
     try:
         with report.progress(f"reading {' '.join(paths)}") as progress:
             control = Control(progress)
             batch = visit(
                 report, below if recursive else paths, work, word=lambda result: result.verdict,
-                lines=lines, keep=partial(report.element, "checkpoints"), annotations=_annotations,
+                lines=lines, keep=keep, annotations=_annotations,
                 threads=1 if executor.has_units else threads_for(paths), stop=control.stop,
                 executor=executor,
             )  # fmt: skip
@@ -241,7 +245,7 @@ def _check_all(
         report.show(line(words, colour="yellow") for words in warnings)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
-        if html is not None:
+        if html is not None and cells is not None:
             problem = publish(report, html, _page(cells, answers))
             batch.status = max(batch.status, 3 * bool(problem))
         return report.finish(summary, batch.status or int(bool(warnings)))
@@ -256,14 +260,20 @@ def _cell(report: CheckReport) -> "Cell":
     return Cell(str(report.path), report.verdict, report.counts["bytes"], lines=lines)
 
 
+def _failed(document: Mapping[str, object]) -> "Cell":
+    from ckptfix.diagnosis.run_page import Cell
+
+    return Cell(str(document["path"]), "failed", lines=(line(str(document["error"])),))
+
+
 def _page(cells: "Iterable[Cell]", answers: "Iterable[Resume]") -> str:
-    from ckptfix.diagnosis.run_page import Answer, run_page
+    from ckptfix.diagnosis.run_page import Answer, run_page, run_place
 
     of_runs = {}
     for answer in answers:
         sound = answer.clean or (None if answer.is_doubted else answer.checkpoint)
         of_runs[str(answer.run)] = Answer(answer.text, str(sound or ""))
-    return run_page("check", time(), cells, of_runs)
+    return run_page("check", time(), sorted(cells, key=run_place), of_runs)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

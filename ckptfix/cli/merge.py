@@ -25,7 +25,4 @@ def merge_command(path: str, report: Report) -> int:
             there = "" if here else f"cd {shell_path(request.directory)} && "
             step = f"{there}{end_of(request, Path(os.path.abspath(folder)))}"
             break
-    raise UsageError(
-        "merge was removed in 0.6.0; run the shares' command without --shard to combine their "
-        f"results; next: {step}"
-    )
+    raise UsageError(f"merge was removed in 0.6.0; to combine the results of the shares: {step}")

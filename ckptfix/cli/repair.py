@@ -85,7 +85,8 @@ several.
     multiple=True,
     metavar="ROLE=N|FILE",
     help=(
-        f"ROLE=N: the same for {', '.join(KEEPABLE)}. FILE: keep this file or index of a model "
+        f"ROLE=N: like --models N, for {', '.join(KEEPABLE)}. FILE: keep this file or index of a "
+        "model "
         "that is stored twice."
     ),
 )

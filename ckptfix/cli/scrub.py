@@ -60,7 +60,7 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.option(
     "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
     help=(
-        "Share of the files with digests to read. P%: the next P% of them each "
+        "Read only this share of the files that have digests. P%: the next P% of them each "
         "night; 0%: none."
     ),
 )  # fmt: skip
@@ -183,18 +183,19 @@ def _scrub(
 
 def _page(scrub: Scrub, begun: float) -> str:
     """Return the page: every checkpoint that this or an earlier run has seen."""
-    looks = list(scrub.state.looks(scrub.scope))
     more = ""
     if scrub.unknown:
-        more = f"; not shown, never reached by a run: {count_of(scrub.unknown, 'checkpoint')}"
+        many = count_of(scrub.unknown, "checkpoint")
+        more = f"; not yet checked by any run, so not shown: {many}"
     clean: dict[str, set[str]] = {}
-    for look in looks:
+    for look in scrub.state.looks(scrub.scope):
         run, _, name = look.place.rpartition("/")
         clean.setdefault(run, set()).update(
             {name} if look.verdict["verdict"] in (CLEAN, DIFFERENT) else ()
         )
     answers = {run: Answer("", newest_sound(run, names)) for run, names in clean.items()}
-    return run_page("scrub", begun, (cell_of(look, begun) for look in looks), answers, more)
+    cells = (cell_of(look, begun) for look in scrub.state.looks(scrub.scope))
+    return run_page("scrub", begun, cells, answers, more)
 
 
 def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iterator[Line]:

@@ -656,8 +656,8 @@ def lost_variants(models: Sequence[PlannedModel]) -> Iterator[LeftOut]:
         if variant and not any(variant in file.path.name.split(".") for file in model.files):
             yield LeftOut(
                 f"{model.label}: variant {variant!r}",
-                f"the new names cannot have it; after a way back, add .{variant} to the file's name "
-                f"again, or from_pretrained(variant={variant!r}) does not find the model",
+                f"the new file names cannot contain it; after converting back, add .{variant} to "
+                f"the name, or from_pretrained(variant={variant!r}) does not find the model",
             )
 
 

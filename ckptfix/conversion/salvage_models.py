@@ -538,7 +538,9 @@ def judge(
         )
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
-            reason = f"nothing of it is salvaged ({many}), as not every item is intact: {reason}"
+            reason = (
+                f"nothing in it is salvaged ({many}), because not every item is intact: {reason}"
+            )
         damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):

@@ -166,7 +166,7 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     is_listed = case.manifest is not None and bool(case.manifest.digests)
     is_sharded = any(one.name.shard is not None for one in components)
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
-    compared = "check -r of the run compares the checkpoint with its neighbours; " * is_compared
+    compared = "check -r RUN compares the checkpoint with its neighbours; " * is_compared
     if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
         yield (
             f"{OF_ONE_SAVE}: no file records which save wrote it, and most saves do not list their "

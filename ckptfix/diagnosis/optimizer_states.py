@@ -169,7 +169,8 @@ def diagnose_optimizers(
             yield (
                 f"whether the checkpoint has all weights of {optimizer.path}: "
                 f"{len(strange)} of its parameters cannot be "
-                f"{'a LoRA matrix' if len(strange) == 1 else 'LoRA matrices'}; scripts save such "
+                f"{'a LoRA matrix' if len(strange) == 1 else 'LoRA matrices'}; some scripts save "
+                "such "
                 "weights, for example embeddings, elsewhere"
             )
         if not findings and not _counts_on(optimizer):

@@ -20,7 +20,6 @@ from ckptfix.checkpoint.model_configs import (
     CONFIG,
     library_of,
     read_config,
-    versions_of,
 )
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
@@ -36,12 +35,14 @@ _SIZES = re.compile(
     r"|(attention_)?head_dim|cross_attention_dim|num_(local_)?experts|norm_num_groups"
     r"|(in|out|block_out)_channels|(down|up)_block_types"
     r"|r|target_modules|modules_to_save|layers_to_transform|fan_in_fan_out|use_dora"
+    r"|model_type|tie_word_embeddings"
 )
 """Settings that no run changes while its tensors keep their shapes."""
 
 _SCALES = re.compile(
     r"rope_.*|partial_rotary_factor|max_position_embeddings|sliding_window|layer_types"
     r"|hidden_act|activation_function|act_fn|.*norm_eps(ilon)?|num_experts_per_tok"
+    r"|scale_attn_.*|(torch_)?dtype"
     r"|lora_alpha|alpha_pattern|use_rslora"
 )
 """Settings that a script can change between two saves, such as for longer texts."""
@@ -124,13 +125,12 @@ def _near(
 def _differences(own: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[_Difference]:
     """Yield the settings that decide what a load gives, and that differ.
 
-    Another version of a library may leave out settings, and write more of them.
+    One that a config lacks has the library's default, which its other versions write or leave out.
     """
-    is_of_same_version = versions_of(own) == versions_of(there)
     have, expected = _settings(own), _settings(there)
     for setting in {**have, **expected}:
         value, wanted = have.get(setting), expected.get(setting)
-        if value == wanted or (not is_of_same_version and None in (value, wanted)):
+        if value == wanted or None in (value, wanted):
             continue
         # A pattern can stand for the same modules as a list.
         if {type(value), type(wanted)} != {str, list}:

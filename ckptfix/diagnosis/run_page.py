@@ -3,8 +3,10 @@ from left to right, a checkpoint a cell. A click shows what was found, and what 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import groupby
 from typing import NamedTuple
 
 from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS
@@ -21,7 +23,7 @@ _LEGEND = (
     ("damaged", "damaged"),
     (
         "unknown",
-        "not a complete checkpoint, or no verdict: without weights, staging, not finished or failed",
+        "not a complete checkpoint (no weights, staging), or no verdict (not finished, failed)",
     ),
     ("newest", "the checkpoint to resume from"),
 )
@@ -56,19 +58,20 @@ class Answer(NamedTuple):
 def run_page(
     verb: str, moment: float, cells: Iterable[Cell], answers: Mapping[str, Answer], more: str = ""
 ) -> str:
-    """Return the page. ``answers``: of runs, by their place. ``more``: words behind the counts."""
-    runs: dict[str, list[Cell]] = {}
-    counts: dict[str, int] = {}
+    """Return the page. ``cells``: those of a run one after another. ``answers``: of runs, by their
+    place. ``more``: words behind the counts.
+    """
+    rows: list[str] = []
+    counts: Counter[str] = Counter()
     is_any_old = False
-    for cell in cells:
-        runs.setdefault(cell.place.rpartition("/")[0], []).append(cell)
-        counts[cell.verdict] = counts.get(cell.verdict, 0) + 1
-        is_any_old |= cell.is_old
+    for run, of_run in groupby(cells, run_place):
+        shown = list(of_run)
+        counts.update(cell.verdict for cell in shown)
+        is_any_old |= any(cell.is_old for cell in shown)
+        rows.append(_row(run, shown, answers.get(run, Answer("", ""))))
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     total = f"{count_of(sum(counts.values()), 'checkpoint')}: {words or 'none was checked'}"
     at = datetime.fromtimestamp(moment).astimezone().isoformat(" ", "minutes")
-    nothing = Answer("", "")
-    rows = (_row(run, runs[run], answers.get(run, nothing)) for run in sorted(runs))
     return html_document(
         f"ckptfix {verb}",
         [
@@ -78,6 +81,11 @@ def run_page(
             html_table("runs", (), rows),
         ],
     )
+
+
+def run_place(cell: Cell) -> str:
+    """Return the place of the run of a checkpoint."""
+    return cell.place.rpartition("/")[0] or "."
 
 
 def _row(run: str, cells: list[Cell], answer: Answer) -> str:

@@ -423,8 +423,8 @@ def _other_beginning(
     """Yield that one of the two files is of another run: their rates now are equal, as where both
     schedules ended at 0, but those at the beginning of the run are not.
 
-    A script that restores one of the two alone, or sets ``base_lrs`` after a resume, has such files
-    in each later checkpoint: its first one is a note until the next save.
+    A script that restores one of the two alone, or sets a rate anew, has such files in each later
+    checkpoint: its first one is a note until the next save.
     """
     answers = [(save, save.progress.began_apart(index)) for save in near]
     agreeing = [save for save, is_apart in answers if is_apart is False]
@@ -433,7 +433,7 @@ def _other_beginning(
     initial, base = own.initial[index], own.base[index]
     known = agreeing[0].progress
     is_of_optimizer = base == known.base[index] and initial != known.initial[index]
-    is_sure = is_of_optimizer or are_on_both_sides(save.is_earlier for save in agreeing)
+    is_sure = are_on_both_sides(save.is_earlier for save in agreeing)
     yield (OtherBeginning if is_sure else PerhapsOtherBeginning)(
         path=optimizer if is_of_optimizer else scheduler,
         partner=str(scheduler if is_of_optimizer else optimizer),

@@ -4,7 +4,7 @@ plain copy.
 Each checkpoint is compared with the one before it. A healthy one differs in the first sample that
 is read, so that the counters of the earlier one are only read where all samples of the weights, or
 of the optimizers, are equal. The page of a file that differs is then looked up in the checkpoints
-further back: 100 healthy ones cost 10 reads in 100 more, and no request to a store.
+further back: a third more files are opened, and no request goes to a store.
 
 Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transformers 5.23: a step of
 the optimizer at learning rate 0 changes moments alone, and so does one in bfloat16 whose updates
@@ -51,6 +51,7 @@ from ckptfix.diagnosis.findings.stale import (
     DoubtfulShard,
     LaterState,
     OldShard,
+    PerhapsRestored,
     StaleSave,
 )
 from ckptfix.diagnosis.optimizer_kinds import SCALARS
@@ -509,7 +510,10 @@ def _judged(
     )
     if owner is _Owner.LATER:
         return
-    finding = (StaleSave if is_sure else DoubtfulSave)(
+    kind: type[StaleSave] = StaleSave if is_sure else DoubtfulSave
+    if is_sure and of.files is not None and not (same_optimizers or parts):
+        kind = PerhapsRestored
+    finding = kind(
         path=path,
         is_undecided=owner is None,
         save=before.name,
@@ -700,6 +704,9 @@ def _owner_by_number(step: float, neighbours: Neighbours, pair: tuple[str, str])
                 there = near.scan(*_READ, root=root)
                 steps = progress_of(there, scan_dcp_folders(there)).own_steps
                 points |= {steps[0]: _number_of(near.name)} if steps else {}
+    # An optimizer that three saves hold alike waits, or they are copies.
+    if step in points:
+        return None
     if not points:
         return _Owner.EARLIER if step == begin else _Owner.LATER if step == end else None
     (first, number), *more = points.items()

@@ -103,7 +103,7 @@ def ensure_checkpoint(folder: CheckpointFolder, verb: str = "check", after: str 
     names = (
         f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     )
-    next_step = f"to look into them: {command('check', folder.root, '', '--recursive')}"
+    next_step = f"to check them: {command('check', folder.root, '', '--recursive')}"
     if verb != "check":
         checkpoints = [*_intact_names(folder.root)]
         if folder.root in checkpoints:

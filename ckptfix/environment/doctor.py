@@ -86,7 +86,7 @@ def _not_read(facts: Facts) -> Iterator[str]:
         problem = config.problem or "does not exist"
         yield f"the number of processes that start: {config.path}: {problem}"
     if software.command is not None and not software.command.interpreter:
-        yield f"the Python that {software.command.path} starts: its first line does not name it"
+        yield f"the Python that {software.command.path} starts: the file's first line names none"
     if not software.accelerate.names and "accelerate" in software.packages:
         yield "names and options of accelerate: its source was not found"
     if facts.script is not None:

@@ -537,7 +537,7 @@ def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord | None:
     record = records.get(_folded(name))
     if record is not None and record.name != name:
         raise FormatError(
-            f"the zip record {record.name!r} has the name {name!r} in other case, and torch reads "
+            f"the zip record {record.name!r} differs from {name!r} only in case, and torch reads "
             "it instead"
         )
     return record

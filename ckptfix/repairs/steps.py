@@ -72,7 +72,7 @@ class SetAside(Struct, frozen=True, kw_only=True):
         more = len(self.files) - 1
         files = str(self.files[0]) + (f" and {count_of(more, 'more file')}" if more else "")
         return (
-            f"set {files} aside ({human_size(self.size)}, in .ckptfix until an undo); {self.kept} "
+            f"set {files} aside ({human_size(self.size)}, kept in .ckptfix for undo); {self.kept} "
             "stays"
         )
 
@@ -85,7 +85,8 @@ class Trim(Struct, frozen=True, kw_only=True):
     extra: int
 
     def __str__(self) -> str:
-        return f"trim {self.path} to {count_of(self.size, 'byte')}, {self.extra} fewer"
+        left = count_of(self.size, "byte")
+        return f"trim {count_of(self.extra, 'byte')} off the end of {self.path}, leaving {left}"
 
 
 class RewriteNames(Struct, frozen=True, kw_only=True):

@@ -304,10 +304,10 @@ def _saved_again(
     path: Path, found: Fingerprint | None, expected: Fingerprint | None
 ) -> FileChangedError:
     was, now = (
-        f"{f.size} bytes modified at {moment(f.mtime_ns)}" if f else "nothing"
+        f"{f.size} bytes, modified at {moment(f.mtime_ns)}" if f else "nothing"
         for f in (expected, found)
     )
-    return FileChangedError(path, f"expected {was}, found {now}")
+    return FileChangedError(path, f"expected {was}; found {now}")
 
 
 def _copy_tail(fd: int, path: Path, start: int, end: int, target: Path) -> str:

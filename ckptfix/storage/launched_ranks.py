@@ -307,10 +307,10 @@ def _differs(
         here, there = mine.get(name), theirs.get(name)
         if here is None or there is None or here[:2] != there[:2]:
             found, expected = (
-                "no file" if file is None else f"{file[0]} bytes modified at {moment(file[1])}"
+                "no file" if file is None else f"{file[0]} bytes, modified at {moment(file[1])}"
                 for file in (here, there)
             )
-            words = f"{name}: expected {expected}, found {found}"
+            words = f"{name}: expected {expected}; found {found}"
             break
         if here[2] and there[2] and here[2] != there[2]:
             copied = copied or name

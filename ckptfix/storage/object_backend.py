@@ -211,7 +211,7 @@ class ObjectBackend:
         plan = read_plan(store, every[number], state)
         if (changed := _changed(store, state.after, listed)) is not None:
             raise ChangedError(
-                f"{changed} since repair {number}; nothing was undone; next: restore what repair "
+                f"{changed} after repair {number}; nothing was undone; next: restore what repair "
                 f"{number} left there, then run the same command again; or "
                 f"{forget_objects(store, number)}"
             )

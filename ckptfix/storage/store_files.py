@@ -281,7 +281,7 @@ def open_prefix(
         raise StoreError(
             f"{escape(url)}: {count_of(len(solid), 'object')} with a key that cannot be a file "
             f"path ({list_names(lost.key for lost in solid)}: {solid[0].why}), so not everything "
-            "would be read; next: give such objects other keys; delete only what nobody needs"
+            "would be read; next: move these objects to other keys; delete only what nobody needs"
         )
     place = StorePath(files, files.url)
     return place / files.only

@@ -33,7 +33,7 @@ from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor
 
 _BLOCK = 1 << 20
 _BESIDE = "salvage keeps only the state dicts of modules, and this is outside them"
-BEHIND = "bytes are left out: they follow the last tensor, which no safetensors reader accepts"
+BEHIND = "bytes are left out: they follow the last tensor, and safetensors readers refuse that"
 """The words that follow the number of bytes at the end of a safetensors file."""
 
 

@@ -172,8 +172,10 @@ def _told(
     for here, there in moved(both):
         if id(here) not in swapped:
             compared = f"{here.label} was compared with {other.root / there.label}"
-            yield f"positions of models: {compared}, because their keys match or "
-            "no other model remained"
+            yield (
+                f"positions of models: {compared}, because their keys match or no other model "
+                "remained"
+            )
     yield from _beside_tensors(contents, other, files, optimizers)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
         sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))

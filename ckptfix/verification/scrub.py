@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.check_report import CLEAN, UNFINISHED, VERDICTS
+from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, UNFINISHED, VERDICTS
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
 from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.diagnosis.run_page import Cell
@@ -207,7 +207,11 @@ class ScrubResult(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     def problems(self, place: AnyPath | str) -> Iterator[Line]:
         """Yield what is wrong with the checkpoint at ``place``, and the next step."""
-        serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
+        serious = [
+            one
+            for one in self.findings
+            if one["severity"] != Severity.NOTE.value or self.verdict == DIFFERENT
+        ]
         yield from (
             labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious
         )

@@ -564,4 +564,4 @@ def _unchecked_lines(items: Sequence[Item], *, names_all: bool = False) -> Itera
         if names_all and len(same) > 1:
             what += f" ({list_names(item.name for item in same)})"
         each = "each " if len(same) > 1 and reason.startswith(("is ", "has ", "differs")) else ""
-        yield unchecked_line(f"{what}: {each}{reason}")
+        yield unchecked_line(f"{what}: {each}{reason if each else after_colon(reason)}")

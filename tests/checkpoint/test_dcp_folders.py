@@ -76,10 +76,10 @@ def test_where_names_stand(tmp_path: Path) -> None:
     found = only(tmp_path)
     assert [(str(scope), scope.names, scope.chain) for scope in found.scopes] == [
         ("['model']", ("module.a", "module.b"), ("module",)),
-        ("['optimizer']['state'] optimizer state", ("module.a", "module.b"), ("module",)),
-        ("['optimizer']['param_groups']['0'] params", ("module.a",), ("module",)),
-        ("['optimizer']['param_groups']['1'] params", ("module.b",), ("module",)),
-        ("['optimizer']['param_groups']['1'] param_names", ("x",), ()),
+        ("the optimizer state at ['optimizer']['state']", ("module.a", "module.b"), ("module",)),
+        ("the params at ['optimizer']['param_groups']['0']", ("module.a",), ("module",)),
+        ("the params at ['optimizer']['param_groups']['1']", ("module.b",), ("module",)),
+        ("the param_names at ['optimizer']['param_groups']['1']", ("x",), ()),
     ]
     assert (found.name, found.problem, found.unread, found.broken) == (None, None, {}, {})
 

@@ -47,11 +47,13 @@ def test_the_table(files: "tuple[str, str]", capsys: pytest.CaptureFixture[str])
     ]
     assert "only in A" in out
     assert "bytes equal  " not in out
-    assert "different: 3 with equal bytes, 3 with different values, 1 only in A" in out
+    assert (
+        "different: model tensors: 3 with equal bytes, 3 with different values, 1 only in A" in out
+    )
     assert run(["diff", *files, "--all"]) == 1
     assert "layers.{0,4...5}.w" in capsys.readouterr().out
     assert run(["diff", files[0], files[0]]) == 0
-    assert "equal: 7 with equal bytes" in capsys.readouterr().out
+    assert "equal: model tensors: 7 with equal bytes" in capsys.readouterr().out
 
 
 def test_json_is_one_object_at_every_status(
@@ -81,7 +83,7 @@ def test_within_tolerance_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     paths = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
     assert run(["diff", *paths, "--atol", "1e-5"]) == 0
     out = capsys.readouterr().out
-    assert "equal: 1 within tolerance" in out
+    assert "equal: model tensors: 1 within tolerance" in out
     assert "tolerance: |a - b| <= 1e-05 + 0 * |a|" in out
 
 
@@ -112,12 +114,12 @@ def test_equal_is_said_of_what_was_compared_alone(capsys: pytest.CaptureFixture[
     folder = FIXTURES / "clean-bin" / "checkpoint"
     assert run(["diff", str(folder), str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "\nequal in what was compared: 4 with equal bytes; " in out
+    assert "\nequal in what was compared: model tensors: 4 with equal bytes; " in out
     assert "not compared: 2 other files in A: 'random_states_0.pkl', 'random_states_1.pkl'" in out
     assert run(["diff", str(folder), str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "equal in what was compared"
     assert run(["diff", *[str(folder / "pytorch_model.bin")] * 2]) == 0
-    assert "\nequal: 4 with equal bytes\n" in capsys.readouterr().out
+    assert "\nequal: model tensors: 4 with equal bytes\n" in capsys.readouterr().out
 
 
 def test_a_page_never_replaces_what_is_compared_or_another_file(
@@ -181,7 +183,7 @@ def test_a_model_of_values_that_cannot_be_compared(
     out = capsys.readouterr().out
     assert "  2 tensors, bytes equal\n" in out
     assert "  no tensors to compare\n" in out
-    assert "not proven equal: 2 with equal bytes" in out
+    assert "not proven equal: model tensors: 2 with equal bytes" in out
 
 
 def test_json_is_printed_tensor_by_tensor(

@@ -93,7 +93,7 @@ def problems(chain: list[Step]) -> Iterator[str]:
         and not HELP.search(last.text)
     ):
         yield "no next step"
-    if first.status == 2 and "next" not in first.text and "to look into" not in first.text:
+    if first.status == 2 and "next" not in first.text and "to check them" not in first.text:
         assert first.command.startswith(
             ("ckptfix undo", "ckptfix check empty", "ckptfix verify empty")
         ), first

@@ -600,7 +600,7 @@ def test_the_page_has_every_checkpoint_and_what_was_found(
     assert page.read_text().count('<span class="cell clean old') == 5
     shutil.rmtree(tmp_path / "state")
     assert run(["scrub", str(runs), "--html", str(page), "--max-duration", "0s"]) == 0
-    assert "not shown, never reached by a run: 6 checkpoints" in page.read_text()
+    assert "not yet checked by any run, so not shown: 6 checkpoints" in page.read_text()
     page.write_text("mine")
     assert run(["scrub", str(runs), "--html", str(page)]) == 2
     assert page.read_text() == "mine"

@@ -845,7 +845,7 @@ def test_the_old_verb_says_what_to_type(tmp_path: Path, where: str) -> None:
             "run the same command as for the shares, without --shard",
         )
     assert refused.returncode == 2
-    assert refused.stderr.endswith(f"without --shard to combine their results; next: {step}\n")
+    assert refused.stderr.endswith(f"to combine the results of the shares: {step}\n")
     assert "merge" not in run("--help").stdout
 
 

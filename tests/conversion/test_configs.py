@@ -179,7 +179,7 @@ def test_a_variant_that_a_folder_cannot_name_is_reported(tmp_path: Path) -> None
     write_safetensors(tmp_path / "a" / "model.fp16.safetensors", {"w": torch.ones(2)})
     (left_out,) = migrate(tmp_path / "a", tmp_path / "b", to="dcp").left_out
     assert left_out.what == "model.fp16.safetensors: variant 'fp16'"
-    assert "add .fp16 to the file's name again" in left_out.reason
+    assert "add .fp16 to the name" in left_out.reason
     assert migrate(tmp_path / "b", tmp_path / "c", to="safetensors").left_out == ()
 
 

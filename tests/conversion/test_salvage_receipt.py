@@ -43,7 +43,7 @@ def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_s
     (reason,) = lost(receipt).values()
     items = len(dcp_making_items(source / "optimizer_0"))
     assert reason.startswith(
-        f"nothing of it is salvaged ({items} items), as not every item is intact: "
+        f"nothing in it is salvaged ({items} items), because not every item is intact: "
     )
     assert "ckptfix salvage" not in reason, "nothing can be saved there"
     with pytest.raises(OperationError, match="nothing can be salvaged"):

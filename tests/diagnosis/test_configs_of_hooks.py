@@ -91,7 +91,8 @@ def test_the_config_of_a_model_of_a_hook_is_lost(
         Run(*folders).accelerator.load_state(str(folder))
     (problem,) = problems(folder)
     assert problem.startswith(
-        f"{folders[0]}/config.json is missing: {folders[0]}/diffusion_pytorch_model"
+        f"{folders[0]}/config.json is missing: save_pretrained writes it next to "
+        f"{folders[0]}/diffusion_pytorch_model"
     )
     # A hook of another script may write the weights alone: only the checkpoints next to it decide.
     assert latest_checkpoint(folder.parent) == folder

@@ -56,8 +56,8 @@ def test_no_healthy_run_is_told_and_every_change_of_rates_is(make: str, tmp_path
     if findings:
         group = 0 if rates[0][0] != rates[1][0] else 1
         assert findings == [
-            f"optimizer.bin: learning rate {rates[0][group]!r} in param group {group} (expected "
-            f"{rates[1][group]!r}, as in scheduler.bin); it comes from checkpoint_3"
+            f"optimizer.bin: learning rate {rates[0][group]:.6g} in param group {group} (expected "
+            f"{rates[1][group]:.6g}, as in scheduler.bin); it comes from checkpoint_3"
         ]
 
 
@@ -364,7 +364,7 @@ def test_an_optimizer_or_a_scheduler_of_another_run_is_told_by_its_first_rate(
     noun = "learning rates" if groups > 1 else "learning rate"
     assert told(changed) == [
         f"{name}: it began with {noun} {', '.join(map(repr, rates))} (expected {noun} {expected}, "
-        f"as in {partner}): one of the two may be of another run"
+        f"as in {partner}): one of the two may be from another run"
     ]
     assert [told(first), told(last)] == [[], []]
 

@@ -76,8 +76,8 @@ def test_the_run_is_resumed_from_the_save_between_the_two(
     [
         (1, 3, "optimizer state of checkpoint-1 (expected new values: last_epoch in"),
         (2, 4, "optimizer state of checkpoint-2 (expected new values: last_epoch in"),
-        (3, 1, "optimizer state of checkpoint-3, a later save: its step 3 fits last_epoch in"),
-        (4, 1, "optimizer state of checkpoint-4, a later save: its step 4 fits last_epoch in"),
+        (3, 1, "optimizer state of checkpoint-3, a later save: its step 3 matches last_epoch in"),
+        (4, 1, "optimizer state of checkpoint-4, a later save: its step 4 matches last_epoch in"),
     ],
 )
 def test_an_optimizer_of_a_save_further_away_is_told_where_it_is_wrong(
@@ -128,8 +128,16 @@ def test_a_model_next_to_new_objects_of_the_script_is_found(tmp_path: Path) -> N
         (1, 2, "optimizer state of checkpoint_1 (expected new values: the weights differ)"),
         (2, 3, "optimizer state of checkpoint_2 (expected new values: the weights differ)"),
         (1, 4, "optimizer state of checkpoint_1 (expected new values: the weights differ)"),
-        (3, 2, "optimizer state of checkpoint_3, a later save: its step 3 fits the number in the"),
-        (4, 1, "optimizer state of checkpoint_4, a later save: its step 4 fits the number in the"),
+        (
+            3,
+            2,
+            "optimizer state of checkpoint_3, a later save: its step 3 matches the number in the",
+        ),
+        (
+            4,
+            1,
+            "optimizer state of checkpoint_4, a later save: its step 4 matches the number in the",
+        ),
     ],
 )
 def test_all_optimizers_of_another_save_are_found(
@@ -227,7 +235,7 @@ def test_shards_of_an_older_save_are_one_finding(tmp_path: Path) -> None:
     assert words.startswith(f"{names[0]} and {names[1]}: weights as in checkpoint-1 ")
     findings = check(folder, siblings=output.iterdir()).findings
     (finding,) = (finding for finding in findings if finding.code == "stale-save")
-    assert "copy these files of both again from where they came, or resume from" in finding.advice
+    assert "copy these files of both again from their source, or resume from" in finding.advice
 
 
 def with_etags_of_bytes(url: str) -> None:

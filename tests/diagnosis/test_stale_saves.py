@@ -132,7 +132,7 @@ def test_a_newer_optimizer_in_an_older_checkpoint_is_told_there(
         assert severity == "warning"
         assert words.startswith(
             f"{OPTIMIZER}: optimizer state of checkpoint-{source}, a later save: its step "
-            f"{source} fits last_epoch in {SCHEDULER} = {source} (expected {target})"
+            f"{source} matches last_epoch in {SCHEDULER} = {source} (expected {target})"
         )
     others = {1, 2, 3, 4} - {target}
     assert [told(run_of_trainer / f"checkpoint-{number}") for number in others] == [[], [], []]

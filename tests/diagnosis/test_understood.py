@@ -86,7 +86,7 @@ def test_verbose_lists_what_was_not_checked(
         ),
         (
             "not checked: whether all files belong to one save: no file records which save "
-            "wrote it, and most saves do not list their files; check -r of the run compares the checkpoint "
+            "wrote it, and most saves do not list their files; check -r RUN compares the checkpoint "
             "with its neighbours; only a seal right after each save proves it"
         ),
         "not checked: whether keys and shapes match the script's model; the load compares them",

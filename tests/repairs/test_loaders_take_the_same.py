@@ -143,7 +143,7 @@ def test_no_index_is_written_that_would_switch_a_loader(
     (finding,) = index_findings(tmp_path)
     assert isinstance(finding, UndecidedIndex)
     assert str(finding.loads[loader]) == taken
-    assert f" {taken} now, and this index would change that" in str(finding)
+    assert f" {taken} now, and a rebuilt index would change that" in str(finding)
     assert "next: ckptfix repair" not in "\n".join(words(tmp_path))
     receipt = repair(tmp_path)
     assert (receipt.steps, receipt.status) == ((), 1)

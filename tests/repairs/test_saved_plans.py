@@ -102,7 +102,7 @@ def test_the_command_line_saves_and_applies(
     assert run(["repair", "--plan", str(file)]) == 3, "applied twice"
     told = capsys.readouterr().err
     assert "the plan was already applied: repair 1 of" in told
-    assert f"to undo it: ckptfix undo {folder}" in told
+    assert f"to undo that repair: ckptfix undo {folder}" in told
     assert snapshot(folder) == after
     (folder / "model.safetensors").write_bytes((folder / "model_1.safetensors").read_bytes())
     assert run(["repair", "--plan", str(file)]) == 3, "applied, and saved again since"

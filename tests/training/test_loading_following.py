@@ -256,7 +256,7 @@ def test_what_cannot_be_followed_is_refused_and_not_given_by_position(
     here = run(2, 1, 0)
     policy = LoadPolicy(optimizers="warn", schedulers="warn")  # type: ignore[arg-type]
     with pytest.warns(
-        UserWarning, match="in a different order than|which no object of this run gets"
+        UserWarning, match="in a different order than|which is loaded into no object of this run"
     ):
         report = load_state_tolerant(here.accelerator, tmp_path / "c", policy=policy)
     for part in ("optimizers", "schedulers"):

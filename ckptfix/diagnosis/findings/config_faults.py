@@ -25,7 +25,7 @@ class LostAdapter(IncompleteCheckpoint, frozen=True):
     def advice(self) -> str:
         """Advice to complete the adapter, or to remove its config."""
         return (
-            "from_pretrained of the model also loads this adapter, so it fails; copy the file "
+            "from_pretrained of the model also loads this adapter, and fails; copy the file "
             f"again, or move {ADAPTER} out of the folder if the adapter was merged into the model"
         )
 
@@ -201,7 +201,8 @@ class ChangedConfig(Finding, frozen=True, kw_only=True):
     effect: ClassVar[str] = "fails or loads a different model"
 
     def __str__(self) -> str:
-        more = f"; {list_names(self.more)} differ too" if self.more else ""
+        verb = "differs" if len(self.more) == 1 else "differ"
+        more = f"; {list_names(self.more)} {verb} too" if self.more else ""
         return (
             f"{self.path}: {self.setting} is {self.value} (expected {self.expected}, as in "
             f"{self.known_by}, whose tensors have the same shapes{more}); from_pretrained "
@@ -220,7 +221,7 @@ class ChangedConfig(Finding, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring the config of the run back."""
         effect = (
-            "the load hook of the script builds the model from this file"
+            "a load hook of the script may build the model from this file"
             if self.is_of_hook
             else "a resume loads into the script's model, but from_pretrained reads this file"
         )

@@ -194,7 +194,7 @@ class UnusedAdapter(DeadAdapter, frozen=True):
     def advice(self) -> str:
         """Advice about the adapter that stays unused."""
         return (
-            "PEFT loads the tensors without an adapter name in their keys; if "
+            "PEFT loads only the tensors whose keys have no adapter name; if "
             f"{list_names(self.names)} is the right adapter, use a file that contains only that "
             "adapter"
         )

@@ -320,7 +320,7 @@ class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
         rates, expected = map(_in_words, (self.rates, self.expected))
         return (
             f"{self.path}: it began with {rates} (expected {expected}, as in {self.partner}): one "
-            "of the two may be of another run"
+            "of the two may be from another run"
         )
 
     @property

@@ -289,7 +289,7 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.path} is missing, but its shards exist; {loads_in_words(self.loads)} now, "
-            "and this index would change that"
+            "and a rebuilt index would change that"
         )
 
     @property

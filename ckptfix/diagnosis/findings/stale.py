@@ -108,6 +108,14 @@ class DoubtfulSave(StaleSave, frozen=True):
     severity = Severity.NOTE
 
 
+class PerhapsRestored(DoubtfulSave, frozen=True):
+    """The same of all weights of a save further back: a script may have gone back to its best
+    ones.
+    """
+
+    differs = True
+
+
 class LaterState(StaleSave, frozen=True, kw_only=True):
     """A checkpoint with the optimizer of the one after it, ``save``, by the ``step`` in it: somebody
     copied the newer file over the older one.
@@ -118,7 +126,7 @@ class LaterState(StaleSave, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.state} of {self.save}, a later save: its step {self.step:.15g} "
-            f"fits {self.counter} = {self.end:.15g} (expected {self.begin:.15g}){self._compared}"
+            f"matches {self.counter} = {self.end:.15g} (expected {self.begin:.15g}){self._compared}"
         )
 
     @property

@@ -216,6 +216,6 @@ def offloads(facts: Facts) -> Iterator[Said]:
             evidence=(facts.device_map.source, *collapse_layers(modules)),
             fix=(
                 "load before dispatching (load_checkpoint_and_dispatch), or use ckptfix's "
-                "load_state_tolerant, which loads them too"
+                "load_state_tolerant, which also loads offloaded weights"
             ),
         )

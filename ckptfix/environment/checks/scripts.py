@@ -147,7 +147,7 @@ def touched_early(facts: Facts) -> Iterator[Said]:
             "a device is used before notebook_launcher forks, which then fails with: Cannot "
             "re-initialize CUDA in forked subprocess",
             evidence=_shown(early),
-            fix="move it into the launched function, then restart the notebook",
+            fix="move that code into the launched function, then restart the notebook",
         )
 
 

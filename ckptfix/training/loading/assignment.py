@@ -448,6 +448,8 @@ def _not_here(before: Placement, entry: int | None) -> str:
         )
     number = before.got().get(entry)
     where = (
-        "no object of this run gets" if number is None else f"is loaded into {before.name(number)}"
+        "is loaded into no object of this run"
+        if number is None
+        else f"is loaded into {before.name(number)}"
     )
     return f"it belongs to {before.entries[entry].label}, which {where}"

@@ -130,14 +130,23 @@ def digests_of_unprepared(
     compared or saved otherwise. ``digest``: of a tensor.
     """
     # type(), as isinstance asks proxies, and one whose object is gone raises.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    modules = [
+        one
+        for one in gc.get_objects()
+        # A module that __new__ alone made, or without super().__init__(), has no tensors to list.
+        if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)
+    ]
     inside = {id(child) for module in modules for child in module.children()}
     inside |= {id(part) for model in prepared for part in model.modules()}
     alike: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for module in modules:
         named = chain(module.named_parameters(), module.named_buffers())
         if id(module) not in inside:
-            tensors = {name: digest(one) for name, one in named if id(one) not in known}
+            tensors = {
+                name: digest(one)
+                for name, one in named
+                if id(one) not in known and not torch.nn.parameter.is_lazy(one)
+            }
             key = (type(module).__name__, *tensors)
             alike[key].append(tensors)
     # The collector lists models of one class in any order.

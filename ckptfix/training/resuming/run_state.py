@@ -377,7 +377,7 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
     except FileNotFoundError:
         return _go_on_without(accelerator, folder, left)
     except (OSError, ValueError) as error:
-        return [f"{error}; next: proceed as after accelerate's own load_state"]
+        return [f"{error}; data order and random numbers within an epoch are not restored"]
     return _restored(accelerator, folder, state, left)
 
 
