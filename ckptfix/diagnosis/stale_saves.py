@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.folder_names import split_number
 from ckptfix.checkpoint.load_inputs import SAMPLED
@@ -511,7 +512,8 @@ def _judged(
     if owner is _Owner.LATER:
         return
     kind: type[StaleSave] = StaleSave if is_sure else DoubtfulSave
-    if is_sure and of.files is not None and not (same_optimizers or parts):
+    is_of_trainer = folder.has_file(TRAINER_STATE)
+    if is_sure and of.files is not None and not (same_optimizers or parts or is_of_trainer):
         kind = PerhapsRestored
     finding = kind(
         path=path,
@@ -698,12 +700,13 @@ def _owner_by_number(step: float, neighbours: Neighbours, pair: tuple[str, str])
     """
     begin, end = map(_number_of, pair)
     points: dict[float, float] = {}
-    for near in neighbours.nearest():
+    # Two on either side: one of them may be of the pair.
+    sides = (side[:2] for side in neighbours.saves())
+    for near in (save for side in sides for save in side if save.name not in pair):
         with suppress(CkptfixError, OSError), near.opened() as root:
-            if near.name not in pair:
-                there = near.scan(*_READ, root=root)
-                steps = progress_of(there, scan_dcp_folders(there)).own_steps
-                points |= {steps[0]: _number_of(near.name)} if steps else {}
+            there = near.scan(*_READ, root=root)
+            steps = progress_of(there, scan_dcp_folders(there)).own_steps
+            points |= {steps[0]: _number_of(near.name)} if steps else {}
     # An optimizer that three saves hold alike waits, or they are copies.
     if step in points:
         return None

@@ -468,14 +468,14 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rotating(path: Path, **options: Any) -> Any:
-        if path.name == "checkpoint_4":
+        if path.name == "checkpoint_2":
             shutil.rmtree(path)
         return check(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(scrub, "check", rotating)
         ones, summary = scrubbed(capsys, runs)
-    assert ones["checkpoint_4"]["verdict"] == "removed"
+    assert ones["checkpoint_2"]["verdict"] == "removed"
     assert (summary["removed"], summary["gone"]) == (1, 0)
     shutil.rmtree(runs / "one" / "checkpoint_1")
     assert scrubbed(capsys, runs)[1]["gone"] == 1

@@ -133,7 +133,7 @@ def test_settings_that_decide_nothing_or_mean_the_same(
 ) -> None:
     """A newer library writes more settings, and PEFT modules in any order."""
     root = run / f"checkpoint-{number}"
-    edit(root / CONFIG, use_cache=False, dtype="bfloat16", attention_probs_dropout_prob=0.5)
+    edit(root / CONFIG, use_cache=False, attention_probs_dropout_prob=0.5)
     assert told(root) == []
     edit(root / CONFIG, transformers_version="5.24.0", rope_parameters={"rope_theta": 1e4})
     assert told(root) == []
