@@ -116,11 +116,6 @@ def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
 
 Progress = Callable[[int], None]
 
-_LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
-"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not
-exercised.
-"""
-
 
 class _Collected(Struct, kw_only=True):
     """The contents of a report, as far as they are known."""
@@ -229,8 +224,7 @@ def verify_reload(
 def _probe(machine: Accelerators) -> ProbeReport | None:
     if machine.count < 2:
         return None
-    pairs = machine.count * (machine.count - 1)
-    return probe_peer_copies(budget=min(_MOST_PROBE, max(_LEAST_PROBE, _PROBE_A_PAIR * pairs)))
+    return probe_peer_copies()
 
 
 def _readable(
