@@ -17,7 +17,7 @@ def test_the_plan_finds_a_fault_of_one_percent_with_99_percent() -> None:
     assert min(made["small dense"], made["small strided or converting"]) >= REPEATS
     assert {case.route for case in PLAN} == set(Route)
     large = {(case.kind, case.dtype) for case in PLAN if case.size >= LARGE}
-    assert len(large) == 6, "three dtypes by both engines"
+    assert len(large) == 8, "four dtypes by both engines"
     for kind in ("large dense", "large strided or converting"):
         assert any(case.size > 64 << 20 for case in PLAN if case.kind == kind)
 
@@ -37,7 +37,7 @@ def test_batches_are_the_plan_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("route", Route)
-@pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16", "float16", "int64"])
 def test_a_copy_writes_all_of_its_landing_and_poison_is_its_complement(
     route: Route, dtype: str
 ) -> None:

@@ -317,7 +317,7 @@ def test_what_another_rank_measured_meanwhile_is_taken_undecided_or_not(
     locked = probe.cache.locked
 
     def after_another(identity: Any) -> Any:
-        now = seconds_since_boot()
+        now = seconds_since_boot() + 1.0
         pairs = {
             key: PairReport(pair=key, verdict=verdict, seed=1, measured=now)
             for key, verdict in (((0, 1), Verdict.INCONCLUSIVE), ((1, 0), Verdict.HEALTHY))

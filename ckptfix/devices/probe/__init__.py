@@ -114,21 +114,13 @@ def unproven_pairs(budget: float = BUDGET) -> frozenset[Pair]:
     if _undecided(pairs, _known(machine)) and _key(machine) not in _measured_here:
         with cache.locked(machine.identity):
             known = _known(machine)
-            asked = _undecided(pairs, known)
             # What another process measured while this one waited would come out the same again.
-            if known is not None:
-                asked = {
-                    pair
-                    for pair in asked
-                    if pair not in known.pairs or known.pairs[pair].measured < began
-                }
+            asked = _undecided(pairs, known, before=began)
             if asked:
                 from ckptfix.devices.probe.measuring import measure
 
                 seed = secrets.randbits(31)
-                found = measure(
-                    sorted(asked), budget=budget, seed=seed, in_process=False, here=machine
-                )
+                found = measure(asked, budget=budget, seed=seed, in_process=False, here=machine)
                 cache.store(found)
                 known = found if known is None else known.renewed_by(found)
             if known is not None:
@@ -141,11 +133,17 @@ _measured_here: dict[str, ProbeReport] = {}
 """Machine -> the report after ``unproven_pairs`` measured in this process."""
 
 
-def _undecided(pairs: frozenset[Pair], known: ProbeReport | None) -> set[Pair]:
-    decided = set() if known is None else set(known.pairs)
-    return set(pairs) - decided | (
-        set() if known is None else set(known.with_verdict(Verdict.INCONCLUSIVE) & pairs)
-    )
+def _undecided(
+    pairs: frozenset[Pair], known: ProbeReport | None, before: float = float("inf")
+) -> list[Pair]:
+    """Return the pairs that nothing is known of, or not decided by what was measured ``before``."""
+    reports = {} if known is None else known.pairs
+    return [
+        pair
+        for pair in sorted(pairs)
+        if pair not in reports
+        or (reports[pair].verdict is Verdict.INCONCLUSIVE and reports[pair].measured < before)
+    ]
 
 
 def _known(machine: Machine) -> ProbeReport | None:

@@ -107,8 +107,9 @@ def _plan() -> Iterator[Case]:
         for route in Route:
             yield Case(route=route, count=count)
     engines = (Route.COPY, Route.STRIDED_SOURCE)
-    for route in engines:
-        yield Case(route=route, count=4099, dtype="int64")
+    for dtype in ("int64", "float16"):
+        for route in engines:
+            yield Case(route=route, count=4099, dtype=dtype)
     # 16 KiB + 5 B: more than three pages. In fewer, a fault that loses every second page does no
     # harm. The dtypes take turns in blocks, since a fault may hit every second or third copy.
     dtypes = ("uint8", "float32", "bfloat16")
@@ -118,7 +119,7 @@ def _plan() -> Iterator[Case]:
         for route in engines:
             yield Case(route=route, count=(4 * 4096 + 5 + size - 1) // size, dtype=dtype)
     # What a split model sends.
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         for route in engines:
             yield Case(route=route, count=LARGE // getattr(torch, dtype).itemsize + 3, dtype=dtype)
     # Faults are known that begin at 32 MB. The bits of int8 stay in uint8, but a kernel copies.

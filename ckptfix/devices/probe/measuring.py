@@ -340,22 +340,19 @@ class Watched:
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
+        assert self._errors is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5.0)
         status = self._process.returncode
         if status is not None and status < 0:
             with suppress(ValueError):
                 return f"killed by {signal.Signals(-status).name}"
-        return f"exit status {status}" + self._last_words()
-
-    def _last_words(self) -> str:
-        assert self._errors is not None
+        last = ""
         with suppress(OSError):
             self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 2000))
-            lines = self._errors.read().decode(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            return f" ({said[-1][:300]})" if said else ""
-        return ""
+            lines = self._errors.read().decode(errors="replace").strip().split("\n")
+            last = f" ({lines[-1].strip()[:300]})" if lines[-1] else ""
+        return f"exit status {status}{last}"
 
     def close(self) -> None:
         """End the worker. One that the kernel cannot end, because a driver holds it, is left
@@ -469,7 +466,11 @@ def _machine(bench: "Bench", pairs: Sequence[Pair], here: Machine | None) -> tup
     if last >= len(machine.names):
         sees = f"the probe's worker sees {len(machine.names)} devices"
         return Machine(), f"{sees}, this process sees at least {last + 1}"
-    if here is not None and _what_is_compared(machine) != _what_is_compared(here):
+    seen, expected = (
+        (known.names, known.pci, dict(known.identity)) for known in (machine, here or machine)
+    )
+    if seen != expected:
+        assert here is not None
         # Device 1 there is another one than device 1 here, if it is only the number of them that
         # tells.
         return Machine(), (
@@ -479,10 +480,6 @@ def _machine(bench: "Bench", pairs: Sequence[Pair], here: Machine | None) -> tup
             "this process: probe_peer_copies(in_process=True)"
         )
     return machine, ""
-
-
-def _what_is_compared(machine: Machine) -> tuple[object, ...]:
-    return machine.names, machine.pci, dict(machine.identity)
 
 
 def nothing_to_measure(devices: int, seed: int) -> ProbeReport:

@@ -147,22 +147,24 @@ class Row:
             differs = not 256 < shifted.numel() == size or not bool(
                 queue_comparison(there, shifted)
             )
-            back = self.read_back(there)
+            wrong = self._wrong_on_host(there)
             announce(None)
-            wrong = _count_wrong(back, self.bytes[:size])
             if wrong:
-                raise UnusableDevice(
-                    index,
-                    f"{count_of(wrong, 'wrong byte')} in {exact_size(size)} after a round trip to "
-                    "the host",
-                )
+                trip = f"{exact_size(size)} after a round trip to the host"
+                raise UnusableDevice(index, f"{count_of(wrong, 'wrong byte')} in {trip}")
             if not equal or not differs:
                 raise UnusableDevice(index, f"its kernels compare {exact_size(size)} wrongly")
             yield
-        if largest is None and _count_wrong(self.read_back(reference), self.bytes):
-            raise UnusableDevice(
-                index, f"{exact_size(self.bytes.numel())} sent from the host came back wrong"
-            )
+        if largest is None and self._wrong_on_host(reference):
+            raise UnusableDevice(index, "bytes sent from the host came back wrong")
+
+    def _wrong_on_host(self, block: Any) -> int:
+        """Return how many bytes of a block are not the row's when the host reads them, into memory
+        in which each is wrong: it held the right ones the time before.
+        """
+        size = block.numel()
+        self._back[:size].copy_(self.complement[:size])
+        return _count_wrong(self.read_back(block), self.bytes[:size])
 
 
 def queue_comparison(arrived: Any, expected: Any) -> Any:
