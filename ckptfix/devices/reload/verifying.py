@@ -185,7 +185,7 @@ def verify_reload(
                 f"{named} maps one model, but there are {len(readable)}; pass the path of "
                 f"one: {labels}"
             )
-        probe = _probe(machine)
+        probe = probe_peer_copies() if machine.count > 1 else None
         read = progress or (lambda count: None)
         if built is None:
             _without_model(readable, request, machine, found, read)
@@ -219,12 +219,6 @@ def verify_reload(
         require_transfer_proof=require_transfer_proof,
         ran=proof.ran,
     )
-
-
-def _probe(machine: Accelerators) -> ProbeReport | None:
-    if machine.count < 2:
-        return None
-    return probe_peer_copies()
 
 
 def _readable(
