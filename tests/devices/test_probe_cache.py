@@ -394,6 +394,15 @@ def test_others_wait_for_the_lock_and_get_it_when_its_holder_dies(home: Path) ->
     assert entered.is_set()
 
 
+def test_a_holder_that_hangs_is_not_waited_for_without_end(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_PATIENCE", 0.2)
+    with cache.locked(IDENTITY), cache.locked(IDENTITY):
+        cache.store(report())
+    assert cache.load(IDENTITY) == report()
+
+
 def test_without_an_identity_or_a_folder_nobody_waits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ _VERSION = 5
 
 _LARGEST = 4 << 20
 """Bytes. Ours have a few thousand, and some 100,000 for 16 devices."""
+
+_PATIENCE = 300.0
+"""Seconds to wait for another process: longer than it starts a worker and measures."""
 
 _PASSING = ("boot", "drivers")
 """Parts of an identity that never come back once they have changed."""
@@ -108,7 +112,8 @@ def store(report: ProbeReport) -> None:
 def locked(identity: Mapping[str, Any]) -> Iterator[None]:
     """Hold the lock of these devices: other processes of this user wait. It ends with the process.
 
-    Without one where the folder has no locks: then ranks of a job may measure one after the other.
+    Without one where the folder has no locks, or whoever holds it hangs: then ranks of a job may
+    measure one after the other.
     """
     path = location(identity) if identity else None
     descriptor = -1
@@ -118,11 +123,21 @@ def locked(identity: Mapping[str, Any]) -> Iterator[None]:
                 os.makedirs(path.parent, mode=0o700, exist_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _wait_for(descriptor)
         yield
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _wait_for(descriptor: int) -> None:
+    """Take the lock of a file, or go on without it in the end. Raises OSError without locks."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.1)
 
 
 def _is_ours(path: Path) -> bool:
