@@ -124,7 +124,7 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
         report.line(line)
     for pair in sorted(probed.with_verdict(Verdict.HEALTHY) & known.unproven):
         report.line(
-            "verdict of an earlier run, kept until a later run finds the pair healthy: "
+            "earlier verdict, kept until a complete --peer-copies run finds the pair healthy: "
             f"{known.pairs[pair]}"
         )
     status = int(bool(probed.unproven))

@@ -361,7 +361,7 @@ def test_damage_that_is_remembered_from_before_is_said(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     say(2)
-    said = "kept until a later run finds the pair healthy: 0 -> 1 wrong"
+    said = "kept until a complete --peer-copies run finds the pair healthy: 0 -> 1 wrong"
     for began, verdict, status in (
         (10.0, Verdict.WRONG, 1),
         (15.0, Verdict.HEALTHY, 0),

@@ -180,7 +180,7 @@ def test_the_plan_is_repeated_with_other_bits(probed: Probed, times: int) -> Non
     rounds = [task.round for task in bench.tasks if task.work is Work.PAIR]
     assert rounds == [number for number in range(times) for _ in ALL]
     assert {found.made["small dense"] for found in report.pairs.values()} == {10 * times}
-    assert f"the {10 * times} of each healthy pair" in str(report)
+    assert f"{10 * times} copies per healthy pair" in str(report)
 
 
 def test_repeats_end_at_half_of_the_budget(probed: Probed) -> None:

@@ -545,8 +545,8 @@ def _not_exercised(
         least = min(counts[kind] for counts in made)
         share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
         yield (
-            f"faults that hit fewer than {100 * share:.2g} % of {kind} copies: the {least} of "
-            f"each healthy pair find more frequent faults with {_CONFIDENCE:.0%} probability"
+            f"faults in fewer than {100 * share:.2g} % of {kind} copies: {least} copies per "
+            f"healthy pair reveal more frequent faults with {_CONFIDENCE:.0%} probability"
         )
     yield "faults that occur only with other loads, sizes or temperatures"
     yield "NCCL, CUDA IPC, and kernels of other libraries that read the memory of another device"

@@ -196,16 +196,11 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, which ``from_json`` reads."""
         return {
+            **to_builtins(replace(self, pairs={}, hosts={})),
             "pairs": [report.to_json() for report in self.pairs.values()],
-            "seed": self.seed,
+            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
             "seconds": round(self.seconds, 3),
             "starting": round(self.starting, 3),
-            "devices": list(self.devices),
-            "exercised": list(self.exercised),
-            "not_exercised": list(self.not_exercised),
-            "hints": list(self.hints),
-            "identity": dict(self.identity),
-            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
         }
 
     @classmethod
