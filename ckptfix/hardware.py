@@ -103,15 +103,6 @@ class Bus(Struct, frozen=True, kw_only=True):
     linked: frozenset[frozenset[str]] | None = None
 
 
-class Driver(Struct, frozen=True, kw_only=True):
-    """NVIDIA's kernel module: its version, and its own description of itself. Both are "" without
-    it.
-    """
-
-    version: str = ""
-    description: str = ""
-
-
 class Machine(Struct, frozen=True, kw_only=True):
     """A machine beneath torch, by its kernel's files.
 
@@ -136,7 +127,7 @@ def read_machine(root: Path = _ROOT) -> Machine:
     return Machine(
         bus=read_bus(root),
         command_line=read_text(root / "proc/cmdline"),
-        driver=read_driver(root).version,
+        driver=read_driver(root),
         device_nodes=sum(
             1 for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia[0-9]+", path.name)
         ),
@@ -151,17 +142,14 @@ def is_virtual(root: Path = _ROOT) -> bool:
     )
 
 
-def read_driver(root: Path = _ROOT) -> Driver:
-    """Return NVIDIA's kernel module as it describes itself."""
-    said = read_text(root / "proc/driver/nvidia/version")
-    described = re.search(r"NVRM version:\s*([\x20-\x7e]+?)\s{2,}(\d[\d.]*)", said)
+def read_driver(root: Path = _ROOT) -> str:
+    """Return the version of NVIDIA's kernel module; "" without it."""
     version = read_text(root / "sys/module/nvidia/version")
     if not version:
+        said = read_text(root / "proc/driver/nvidia/version")
         found = re.search(r"Kernel Module\D*?(?:for \S+)?\s+([0-9]+(?:\.[0-9]+)+)", said)
         version = found[1] if found else ""
-    return Driver(
-        version=version, description=f"{described[1]} {described[2]}" if described else ""
-    )
+    return version
 
 
 def read_bus(root: Path = _ROOT) -> Bus:

@@ -46,9 +46,6 @@ VARIABLE = "CKPTFIX_SAFE_TRANSFERS"
 another mode gets it.
 """
 
-QUICK_PROBE = 3.0
-"""Seconds that "auto" may measure for, on hardware that no verdict is known of."""
-
 
 class Mode(Enum):
     """Choice of the copies that are staged.
@@ -243,9 +240,9 @@ def _wanted(mode: Mode) -> frozenset[Pair]:
         return frozenset()
     if mode is Mode.ALWAYS:
         return frozenset(ordered_pairs(count))
-    from ckptfix.devices.probe import cached_report, unproven_pairs
+    from ckptfix.devices.probe import BUDGET, cached_report, unproven_pairs
 
-    pairs: frozenset[Pair] = unproven_pairs(budget=QUICK_PROBE)
+    pairs: frozenset[Pair] = unproven_pairs(budget=BUDGET)
     if pairs and pairs not in _told:
         _told.add(pairs)
         say(_what_is_unproven(pairs, cached_report()))

@@ -354,19 +354,19 @@ def test_the_command_itself_asks_a_real_torch_and_imports_none() -> None:
 def test_damage_that_is_remembered_from_before_is_said(
     say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(plan: str, verdict: Verdict) -> None:
-        pair = PairReport(pair=(0, 1), verdict=verdict, seed=1, plan=plan)
+    def found(began: float, verdict: Verdict) -> None:
+        pair = PairReport(pair=(0, 1), verdict=verdict, seed=1, began=began, measured=began + 9.0)
         report = ProbeReport(pairs={(0, 1): pair}, seed=1, identity={"boot": "b"})
         monkeypatch.setattr(probe, "probe_peer_copies", lambda **_: report)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     say(2)
     said = "kept until a complete --peer-copies run finds the pair healthy: 0 -> 1 wrong"
-    for plan, verdict, status in (
-        ("full", Verdict.WRONG, 1),
-        ("quick", Verdict.HEALTHY, 0),
-        ("full", Verdict.HEALTHY, 0),
+    for began, verdict, status in (
+        (10.0, Verdict.WRONG, 1),
+        (15.0, Verdict.HEALTHY, 0),
+        (20.0, Verdict.HEALTHY, 0),
     ):
-        found(plan, verdict)
+        found(began, verdict)
         assert run(["doctor", "--peer-copies"]) == status
-        assert (said in capsys.readouterr().out) == (plan == "quick")
+        assert (said in capsys.readouterr().out) == (began == 15.0)

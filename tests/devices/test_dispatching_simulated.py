@@ -103,7 +103,7 @@ def test_the_scenario_of_the_report(simulator: Simulator) -> None:
 def test_auto_measures_for_itself(
     simulator: Simulator, broken: tuple[tuple[int, int], ...]
 ) -> None:
-    """The probe as it ships. On a slow machine its 3 s prove less, and then more is staged."""
+    """The probe as it ships. On a slow machine its budget proves less, and then more is staged."""
     baseline = logits_of(on_one_device()).detach()
     for pair in broken:
         break_links(simulator, pair)

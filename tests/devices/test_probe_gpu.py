@@ -2,17 +2,13 @@
 says so.
 """
 
-from collections import deque
-
 import pytest
 import torch
 
 from ckptfix.devices.probe import probe_peer_copies
-from ckptfix.devices.probe.bulk import Row, next_batch, run_batch, run_large
-from ckptfix.devices.probe.cases import FULL, WINDOWED
-from ckptfix.devices.probe.payload import Memory, free_memory
+from ckptfix.devices.probe.cases import BATCHES
 from ckptfix.devices.probe.probe_report import Verdict
-from ckptfix.devices.probe.trials import PairTrials, prove
+from ckptfix.devices.probe.trials import Row, all_at_once, make_batch
 from ckptfix.devices.torch_devices import device_count, ordered_pairs, this_machine
 from tests.simulated.simulator import running
 
@@ -31,56 +27,21 @@ two_gpus = pytest.mark.skipif(
 
 @one_gpu
 def test_each_device_passes_its_own_round_trip() -> None:
+    row = Row(1)
     for index in range(device_count()):
-        assert sum(1 for _ in prove(index, 1, Memory(), lambda stage: None)) > 50
-        Row(WINDOWED, 1).prove(index)
+        assert sum(1 for _ in row.prove_host(index, lambda stage: None)) > 20
 
 
 @one_gpu
-def test_every_case_of_the_plan_runs_within_one_device() -> None:
-    trials = PairTrials((0, 0), Memory(), deque(maxlen=2), lambda stage: None)
-    row, memory = Row(FULL.largest, 1), Memory()
-    for section in FULL.sections:
-        for seed, case in enumerate(section.cases):
-            if case.size >= WINDOWED:
-                failures = run_large(
-                    case, ((0, 0),), row, (seed,), memory, lambda stage: None, lambda pair: deque()
-                )
-                assert failures == (), failures
-                continue
-            # `to()` of the same device returns the tensor itself, which is no copy: only its bits
-            # are of interest.
-            failure = trials.run(case, seed)
-            assert failure is None, failure
-
-
-@one_gpu
-def test_batches_of_small_copies_run_within_one_device() -> None:
-    row, memory = Row(FULL.largest, 1), Memory()
-    for section in FULL.sections:
-        cases = section.cases if section.batched else ()
-        while cases:
-            batch = next_batch(cases)
-            assert run_batch(batch, (0, 0), row, 7, memory, lambda stage: None, deque(), 6) == ()
-            cases = cases[len(batch) :]
-
-
-@one_gpu
-def test_free_memory_is_what_the_device_says() -> None:
-    free = free_memory(0)
-    assert free is not None
-    assert 0 < free <= torch.cuda.get_device_properties(0).total_memory
+def test_every_batch_of_the_plan_runs_within_one_device() -> None:
+    row = Row(1)
+    for seed, batch in enumerate(BATCHES):
+        assert make_batch(batch, (0, 0), row, seed, lambda stage: None) == []
 
 
 @two_gpus
-def test_pairs_at_once_and_one_by_one_arrive() -> None:
-    pairs = [pair for pair in ordered_pairs() if pair in ((0, 1), (2, 3))]
-    row = Row(FULL.largest, 1)
-    for case in next(section for section in FULL.sections if section.is_large).cases:
-        failures = run_large(
-            case, pairs, row, range(len(pairs)), Memory(), lambda stage: None, lambda pair: deque()
-        )
-        assert failures == (), failures
+def test_pairs_at_once_arrive() -> None:
+    assert all_at_once(ordered_pairs(), Row(1), 1, lambda stage: None) == []
 
 
 @one_gpu
@@ -99,4 +60,4 @@ def test_every_pair_gets_a_verdict(in_process: bool) -> None:
     for found in report.pairs.values():
         assert found.trials > 0 or found.verdict is not Verdict.HEALTHY
         assert (found.verdict is Verdict.WRONG) == bool(found.kind) or found.verdict is Verdict.HANG
-    assert any("full plan" in line for line in report.exercised) or report.unproven
+    assert any("copies each" in line for line in report.exercised) or report.unproven

@@ -15,19 +15,18 @@ import pytest
 
 from ckptfix.devices.probe import measuring as watching
 from ckptfix.devices.probe.measuring import Watched, worker_command
-from ckptfix.devices.probe.task import Ending, Task, Work
+from ckptfix.devices.probe.worker import Ending, Task, Work
 from ckptfix.errors import OperationError
 
 pytestmark = pytest.mark.slow
 
-TASK = Task(work=Work.SECTION, pairs=((0, 1),), plan="full", seed=1)
+TASK = Task(work=Work.PAIR, pairs=((0, 1),), seed=1)
 
 READY = """
 import json, os, sys, time
 def tell(answer): print(json.dumps(answer), flush=True)
 tell({"ready": {"names": ["a", "b"], "pci": ["", ""], "peer_access": [[0, 1, True], [1, 0, None]], "identity": {}}})
-DONE = {"ending": "done", "trials": 3, "failures": [], "unusable": -1, "stage": "", "message": "", "left_out": [],
-        "unpoisoned": 0}
+DONE = {"ending": "done", "steps": 3, "failures": [], "unusable": -1, "stage": "", "message": "", "left_out": []}
 for line in sys.stdin:
     asked = json.loads(line)
 """
@@ -56,14 +55,14 @@ def pid_of(bench: Watched) -> int:
 
 
 def test_a_task_is_done_and_the_machine_described(started: list[Watched]) -> None:
-    bench = watched(started, 'tell({"stage": "x"}); tell({"stage": None}); tell({"outcome": DONE})')
+    bench = watched(started, 'tell({"stage": "x"}); tell({"stage": None}); tell({"result": DONE})')
     machine = bench.machine()
     assert machine.names == ("a", "b")
     assert machine.peer_access == {(0, 1): True, (1, 0): None}
     pid = pid_of(bench)
     for _ in range(3):
         outcome = bench.run(TASK, 5.0)
-        assert (outcome.ending, outcome.trials) == (Ending.DONE, 3)
+        assert (outcome.ending, outcome.steps) == (Ending.DONE, 3)
     assert pid_of(bench) == pid, "one worker does all while nothing goes wrong"
     assert 0 < bench.starting < 60
 
@@ -74,7 +73,7 @@ def test_a_copy_that_hangs_is_ended_and_the_next_task_gets_a_new_worker(
     bench = watched(
         started,
         'tell({"stage": "copy"})\ntime.sleep(600 if asked["seconds"] == 1.0 else '
-        '0)\ntell({"outcome": DONE})',
+        '0)\ntell({"result": DONE})',
     )
     bench.machine()
     first = pid_of(bench)
@@ -87,7 +86,7 @@ def test_a_copy_that_hangs_is_ended_and_the_next_task_gets_a_new_worker(
 
 
 def test_work_between_copies_may_take_longer(started: list[Watched]) -> None:
-    bench = watched(started, 'tell({"stage": None}); time.sleep(1.5); tell({"outcome": DONE})')
+    bench = watched(started, 'tell({"stage": None}); time.sleep(1.5); tell({"result": DONE})')
     bench.machine()
     assert bench.run(TASK, 1.0).ending is Ending.DONE
 
@@ -115,13 +114,13 @@ def test_a_worker_that_leaves_is_told_with_its_last_words(started: list[Watched]
 
 
 def test_half_a_line_and_foreign_lines_are_no_answers(started: list[Watched]) -> None:
-    bench = watched(started, 'print("{\\"outcome\\": ", flush=True); tell({"outcome": DONE})')
+    bench = watched(started, 'print("{\\"result\\": ", flush=True); tell({"result": DONE})')
     bench.machine()
     assert bench.run(TASK, 1.0).ending is Ending.DONE
 
 
 def test_after_an_error_the_worker_is_not_asked_again(started: list[Watched]) -> None:
-    bench = watched(started, 'tell({"outcome": {**DONE, "ending": "raised"}})')
+    bench = watched(started, 'tell({"result": {**DONE, "ending": "raised"}})')
     bench.machine()
     first = pid_of(bench)
     assert bench.run(TASK, 1.0).ending is Ending.RAISED
@@ -180,7 +179,7 @@ def test_variables_that_hide_faults_do_not_reach_the_worker(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("KEPT", "1")
     body = (
-        'tell({"outcome": {**DONE, "message": str(sorted({"CUDA_LAUNCH_BLOCKING", "KEPT"} & '
+        'tell({"result": {**DONE, "message": str(sorted({"CUDA_LAUNCH_BLOCKING", "KEPT"} & '
         "set(os.environ)))}})"
     )
     bench = watched(started, body)
@@ -230,4 +229,4 @@ def test_what_was_done_before_a_bad_end_is_counted(
     bench = watched(started, body)
     bench.machine()
     outcome = bench.run(TASK, 1.0)
-    assert (outcome.ending, outcome.trials, outcome.stage) == (ending, 3, "copy")
+    assert (outcome.ending, outcome.steps, outcome.stage) == (ending, 3, "copy")

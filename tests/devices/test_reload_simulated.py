@@ -44,7 +44,7 @@ DAMAGES: tuple[dict[str, Any], ...] = (
 
 
 def answering(verdicts: dict[Pair, Verdict] | None = None) -> Any:
-    def probe(*, budget: float) -> ProbeReport:
+    def probe() -> ProbeReport:
         return ProbeReport(
             pairs={
                 pair: PairReport(

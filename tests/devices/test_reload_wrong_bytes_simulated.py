@@ -31,7 +31,7 @@ TWO = {"first": 0, "last": 1}
 
 @pytest.fixture(autouse=True)
 def _probe_misses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe(*, budget: float) -> ProbeReport:
+    def probe() -> ProbeReport:
         pairs = {
             pair: PairReport(pair=pair, verdict=Verdict.HEALTHY, seed=1) for pair in ordered_pairs()
         }

@@ -94,7 +94,7 @@ def test_auto_stages_what_is_not_proven(
     move(2, 0)
     release(held)
     assert [(pair, len(copies)) for pair, copies in simulator.log().items()] == [((1, 0), 1)]
-    assert budgets == [3.0]
+    assert budgets == [30.0]
     assert said[0].filename == __file__
     with warnings.catch_warnings(), safe_transfers():
         warnings.simplefilter("error")  # it is said once

@@ -4,19 +4,14 @@ They are believed only when the file is the user's own and nobody else could hav
 when hardware, driver, boot, torch and allocator are those of now. Anything else is as good as no
 file: the worst is a probe more.
 
-Every report gets a file with a name of its own, which holds what older ones said too, and takes
-their place. Where two processes do that at once, both files stay and are read as one, so that
-neither loses what the other found: taking in a report twice, or in another order, changes nothing.
-No lock is needed, which home folders on a network may not have, and a process that is killed at any
-moment leaves either its file or none.
+One file for each set of devices, replaced as a whole by whoever holds its lock.
 """
 
 import fcntl
 import json
 import os
-import secrets
 import stat
-import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,25 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.devices.probe.probe_report import ProbeReport
-from ckptfix.storage.atomic import read_file, write_all
+from ckptfix.storage.atomic import create_file, read_file
 from ckptfix.storage.paths import shell_path
 
-_VERSION = 4
-"""Of the file's content and of what the plans exercise: raise it when a plan becomes stricter."""
+_VERSION = 5
+"""Of the file's content and of what the plan exercises: raise it when the plan becomes stricter."""
 
 _LARGEST = 4 << 20
-"""Bytes. Ours have a few thousand, and some 100,000 for 16 devices that many processes measured."""
+"""Bytes. Ours have a few thousand, and some 100,000 for 16 devices."""
+
+_PATIENCE = 300.0
+"""Seconds to wait for another process: longer than it starts a worker and measures."""
 
 _PASSING = ("boot", "drivers")
 """Parts of an identity that never come back once they have changed."""
 
-_TRIES = 5
-"""Times to look for files anew, when one was replaced between finding and reading it."""
-
 
 def location(identity: Mapping[str, Any]) -> Path | None:
-    """Return the beginning of the paths of what is kept for these devices; None without a home
-    folder.
+    """Return the path of what is kept for these devices; None without a home folder.
 
     A new boot or driver takes the same one, so that old files do not pile up. What may differ from
     process to process, as torch and its allocator, has another: two jobs with other settings do not
@@ -58,17 +52,29 @@ def location(identity: Mapping[str, Any]) -> Path | None:
     lasting = json.dumps(
         {key: value for key, value in identity.items() if key not in _PASSING}, sort_keys=True
     )
-    return Path(folder) / "ckptfix" / f"peer-copies-{sha256(lasting.encode()).hexdigest()[:16]}"
+    name = f"peer-copies-{sha256(lasting.encode()).hexdigest()[:16]}.json"
+    return Path(folder) / "ckptfix" / name
 
 
 def load(identity: Mapping[str, Any]) -> ProbeReport | None:
     """Return the report that holds for exactly this identity, or None."""
     path = location(identity) if identity else None
-    return None if path is None else _kept(path, identity)[1]
+    try:
+        if path is None or not _is_ours(path):
+            return None
+        document = json.loads(read_file(path))
+        if document["version"] != _VERSION:
+            return None
+        report = ProbeReport.from_json(document["report"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return None
+    same = json.dumps(report.identity, sort_keys=True) == json.dumps(identity, sort_keys=True)
+    return report if same else None
 
 
 def store(report: ProbeReport) -> None:
-    """Add a report to what is kept: whole or not at all, and readable for the user alone.
+    """Add a report to what is kept: whole or not at all, and readable for the user alone. The
+    caller holds the lock.
 
     Not one without an identity, and of the pairs what ``PairReport.over`` makes of what is known of
     them. A folder that cannot be written to, or that others can write to, gives a UserWarning;
@@ -77,22 +83,23 @@ def store(report: ProbeReport) -> None:
     path = location(report.identity) if report.identity else None
     if path is None:
         return
-    former, known = _kept(path, report.identity)
-    merged = (known or report.only(())).renewed_by(report)
-    if not merged.pairs and not merged.hosts:
+    known = load(report.identity) or ProbeReport(pairs={}, seed=report.seed)
+    merged = known.renewed_by(report)
+    if not merged.pairs:
         return
     document = json.dumps({"version": _VERSION, "report": merged.to_json()})
     try:
         os.makedirs(path.parent, mode=0o700, exist_ok=True)
-        believed = _is_ours(_write(path, document.encode()))
+        written = path.with_suffix(".new")
+        written.unlink(missing_ok=True)  # of a process that was killed
+        create_file(written, document.encode(), mode=0o600)
+        os.replace(written, path)
+        believed = _is_ours(path)
     except OSError as error:
         warnings.warn(
             f"{path.parent}: cannot save the probe's verdicts: {error.strerror}", stacklevel=3
         )
         return
-    for other in former:
-        with suppress(OSError):
-            os.unlink(other)
     if not believed:
         warnings.warn(
             f"{path.parent}: the probe's saved verdicts are ignored, because other users can write "
@@ -101,112 +108,36 @@ def store(report: ProbeReport) -> None:
         )
 
 
-def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], ProbeReport | None]:
-    """Return the files under this beginning of a path, and their joint report for this very
-    identity.
-    """
-    for tries_left in reversed(range(_TRIES)):
-        files = _files(path)
-        known: ProbeReport | None = None
-        gone = False
-        for file in files:
-            try:
-                told = _report(file, identity)
-            except FileNotFoundError:
-                gone = True  # another process has put a file in its place
-                continue
-            if told is not None:
-                known = told if known is None else known.renewed_by(told)
-        if not gone or not tries_left:
-            break
-    return files, known
-
-
 @contextmanager
-def only_one(identity: Mapping[str, Any]) -> Iterator[bool]:
-    """Give True to one process at a time for these devices, False to others; True where the folder
-    has no locks.
+def locked(identity: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the lock of these devices: other processes of this user wait. It ends with the process.
 
-    For what should not be done by all ranks of a job at once, and harms nobody when it is.
+    Without one where the folder has no locks, or whoever holds it hangs: then ranks of a job may
+    measure one after the other.
     """
     path = location(identity) if identity else None
+    descriptor = -1
     try:
-        descriptor = (
-            -1
-            if path is None
-            else os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        )
-    except OSError:
-        descriptor = -1
-    try:
-        first = True
-        if descriptor >= 0:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                first = False
-            except OSError:
-                first = True
-        yield first
+        if path is not None:
+            with suppress(OSError):
+                os.makedirs(path.parent, mode=0o700, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
+                _wait_for(descriptor)
+        yield
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _files(path: Path) -> tuple[Path, ...]:
-    """Return the files under this beginning of a path, the oldest first."""
-    found = []
-    with suppress(OSError), os.scandir(path.parent) as entries:
-        for entry in entries:
-            if entry.name.startswith(path.name) and entry.name.endswith(".json"):
-                with suppress(OSError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-    return tuple(Path(name) for _, name in sorted(found))
-
-
-def _report(path: Path, identity: Mapping[str, Any]) -> ProbeReport | None:
-    """Return the report of one file for this identity, or None. Raises FileNotFoundError when it is
-    gone.
-    """
-    try:
-        if not _is_ours(path):
-            return None
-        document = json.loads(read_file(path))
-        report = (
-            ProbeReport.from_json(document["report"]) if document["version"] == _VERSION else None
-        )
-    except FileNotFoundError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ):
-        return None
-    same = report is not None and _plain(report.identity) == _plain(identity)
-    return report if same else None
-
-
-def _write(path: Path, data: bytes) -> Path:
-    """Write a new file under this beginning of a path, whole or not at all, and return its path."""
-    written = path.with_name(f"{path.name}-{secrets.token_hex(8)}.json")
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".peer-copies-")  # mode 0600
-    try:
-        try:
-            write_all(fd, data, 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(name, written)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    return written
+def _wait_for(descriptor: int) -> None:
+    """Take the lock of a file, or go on without it in the end. Raises OSError without locks."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.1)
 
 
 def _is_ours(path: Path) -> bool:
@@ -222,7 +153,3 @@ def _is_ours(path: Path) -> bool:
         and not folder.st_mode & theirs
         and {file.st_uid, folder.st_uid} == {os.geteuid()}
     )
-
-
-def _plain(identity: Mapping[str, Any]) -> str:
-    return json.dumps(identity, sort_keys=True)

@@ -1,9 +1,9 @@
-"""One probe from beginning to end: the worker started, watched and ended, and its findings summed
-up with hints.
+"""One probe from beginning to end: its order within the budget, the worker that does it, and the
+verdicts.
 
-A worker that hung, died or met an error gets no more tasks, as its devices may be lost to it: the
-next task gets a new worker. A hint is a known cause of wrong copies that is present, never a proof.
-An unreadable source gives no hint.
+Every device is proven first, then each pair makes the plan, and then all make copies at once. A
+worker that hung, died or met an error gets no more tasks, as its devices may be lost to it: that
+settles its pair, and the next task gets a new worker.
 """
 
 import json
@@ -15,152 +15,215 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, convert, field, to_builtins
 
-from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
+from ckptfix.devices.probe.cases import LARGEST_COPY, PLAN, exact_size
 from ckptfix.devices.probe.probe_report import (
-    STRICTEST,
     PairReport,
     ProbeReport,
     Verdict,
     seconds_since_boot,
 )
-from ckptfix.devices.probe.schedule import Bench, Measurements, Schedule
-from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Task, TaskResult
-from ckptfix.devices.probe.worker import InProcess, blinded
+from ckptfix.devices.probe.trials import ROUNDS, Failure, Kind
+from ckptfix.devices.probe.worker import (
+    BAD_ENDINGS,
+    Ending,
+    Runner,
+    Task,
+    TaskResult,
+    Work,
+    blinded,
+)
 from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
-from ckptfix.hardware import (
-    Pair,
-    PciDevice,
-    distance,
-    is_virtual,
-    nvlinks,
-    read_device,
-    read_driver,
-    redirecting_bridges,
-)
+from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
 
-if TYPE_CHECKING:
-    from ckptfix.hardware import Pair
+_FOR_MORE = 0.5
+"""The share of the budget after which nothing is repeated: nobody waits long for a healthy
+answer.
+"""
+
+_LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
+"""Seconds of silence after which a copy counts as hanging; within them, a sixth of the budget."""
+
+_SHOWN = 4
+_CONFIDENCE = 0.99
+_KILLED = "SIGKILL"
+# The kernel ends a process with it when the host has no memory left: no evidence against a pair.
+
+_WHERE_IT_WORKS = (
+    ". If only one process can use the device, measure in that process: "
+    "probe_peer_copies(in_process=True), or before it starts: ckptfix doctor --peer-copies"
+)
 
 
-_PATIENCE = 5.0
-"""Seconds for nvidia-smi: whoever waits for a probe does not wait long for hints."""
-
-
-def hints(
-    addresses: Sequence[str],
-    suspects: Collection["Pair"],
-    peer_access: Mapping["Pair", bool | None],
-    root: Path = Path("/"),
-) -> tuple[str, ...]:
-    """Return hints for pairs whose copies are not proven; none when there are no such pairs.
-
-    ``addresses``: of the devices on the PCI bus by index, "" where not known. ``root``: of the file
-    system, for tests.
+class _Record(Struct, kw_only=True):
+    """One pair. ``complete``: the whole plan was made. ``why``: the verdict that a bad end gave, or
+    why nothing can be proven (``doubt``).
     """
-    if not suspects:
-        return ()
-    found = {index: read_device(address, root) for index, address in enumerate(addresses)}
-    concerned = {index for pair in suspects for index in pair}
-    devices = {
-        index: device
-        for index, device in found.items()
-        if device is not None and index in concerned
-    }
-    return tuple(
-        chain(
-            _iommu(devices),
-            _access_control(devices, root),
-            _distances(devices, suspects),
-            _without_peer_access(suspects, peer_access),
-            _driver(root),
-            _virtual(root),
+
+    made: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    complete: bool = False
+    ended: Verdict | None = None
+    kind: str = ""
+    why: str = ""
+    doubt: str = ""
+
+    @property
+    def open(self) -> bool:
+        """True if more copies over this pair would tell more."""
+        return not self.failures and self.ended is None and not self.doubt
+
+    def add(self, result: TaskResult) -> None:
+        """Take in what became of the plan."""
+        self.made.update(result.made)
+        self.failures += result.failures
+        self.complete |= result.ending is Ending.DONE and result.unusable < 0
+        if result.ending is Ending.NO_MEMORY and not self.complete:
+            self.doubt = _no_memory(result)
+        elif result.ending in BAD_ENDINGS:
+            if not result.stage or _KILLED in result.message:
+                self.doubt = f"{result.stage or 'between two copies'}: {result.message}"
+                return
+            self.why = f"{result.stage}: {result.message}"
+            if result.ending is Ending.HUNG:
+                self.ended, self.kind = Verdict.HANG, "hang"
+            else:
+                kind = Kind.ERROR if result.ending is Ending.RAISED else Kind.CRASH
+                self.ended, self.kind = Verdict.WRONG, kind.value
+
+    def verdict(self, unusable: str, budget: float) -> tuple[Verdict, str, int | None, str]:
+        """Return the verdict, the kind of damage, its offset, and what the verdict rests on."""
+        made = sum(self.made.values())
+        if unusable:
+            return Verdict.UNUSABLE, "", None, unusable
+        if self.ended is not None:
+            return self.ended, self.kind, None, self.why
+        if self.failures:
+            worst = max(self.failures, key=lambda failure: failure.wrong_bytes)
+            detail = f"{len(self.failures)} of {made} copies wrong, such as {worst.case}"
+            return Verdict.WRONG, worst.kind.value, worst.first_offset, detail
+        if self.doubt:
+            return Verdict.INCONCLUSIVE, "", None, self.doubt
+        if not self.complete:
+            detail = f"only {made} of {len(PLAN)} copies within the budget of {budget:g} s"
+            return Verdict.INCONCLUSIVE, "", None, f"{detail}, all correct" if made else detail
+        return Verdict.HEALTHY, "", None, f"{made} copies, all correct"
+
+
+class Probe:
+    """One probe over some ordered pairs."""
+
+    def __init__(
+        self, bench: "Bench", pairs: Sequence[Pair], *, budget: float, seed: int, times: int
+    ) -> None:
+        self.records = {pair: _Record() for pair in pairs}
+        self.unusable: dict[int, str] = {}
+        self.round_trips: dict[int, int] = {}
+        self.proven: set[int] = set()
+        self.at_once = 0
+        self.left_out: dict[str, None] = {}
+        self.stopped = ""
+        self._bench = bench
+        self._budget = budget
+        self._seed = seed
+        self._times = times
+        self._began = time.monotonic()
+        self._starting_before = bench.starting
+
+    @property
+    def spent(self) -> float:
+        """Seconds of measuring; starting a worker does not count."""
+        return time.monotonic() - self._began - (self._bench.starting - self._starting_before)
+
+    def run(self) -> None:
+        """Do what the budget allows. Copies of all pairs at once, which take a moment, are made
+        whenever two pairs were completed.
+        """
+        try:
+            for index in sorted({index for pair in self.records for index in pair}):
+                if self.spent < self._budget:
+                    self._host(index)
+            self._plans(0, self._budget)
+            self._together()
+            for number in range(1, self._times):
+                self._plans(number, _FOR_MORE * self._budget)
+        except OperationError as error:
+            self.stop(str(error))
+
+    def stop(self, reason: str) -> None:
+        """Note why nothing more can be done."""
+        self.stopped = reason
+        for record in self.records.values():
+            if record.open and not record.complete:
+                record.doubt = reason
+
+    def of_device(self, pair: Pair) -> str:
+        """Return what is wrong with a device of a pair; "" when nothing is."""
+        return next((self.unusable[index] for index in pair if index in self.unusable), "")
+
+    def _ask(self, work: Work, pairs: tuple[Pair, ...], *, until: float, number: int) -> TaskResult:
+        task = Task(work=work, pairs=pairs, seed=self._seed, round=number)
+        result = self._bench.run(task, max(until - self.spent, 0.0))
+        if result.unusable >= 0:
+            self.unusable[result.unusable] = result.message
+        self.left_out.update(dict.fromkeys(result.left_out))
+        return result
+
+    def _host(self, index: int) -> None:
+        result = self._ask(Work.HOST, ((index, index),), until=self._budget, number=0)
+        self.round_trips[index] = result.steps
+        if result.ending is Ending.DONE:
+            self.proven.add(index)
+            return
+        if result.ending is Ending.NO_MEMORY:
+            where = _no_memory(result)
+        else:
+            where = f"device {index}: {result.stage or 'starting'}: {result.message}"
+            if result.steps and _KILLED not in result.message:
+                self.unusable[index] = where
+                return
+            # It never worked, which may be this moment's fault: another process has it for itself,
+            # or it starts slowly.
+            where += _WHERE_IT_WORKS
+        for pair, record in self.records.items():
+            if index in pair:
+                record.doubt = record.doubt or where
+
+    def _plans(self, number: int, until: float) -> None:
+        for pair, record in self.records.items():
+            if self.spent >= until:
+                return
+            is_due = record.complete if number else True
+            if is_due and record.open and not self.of_device(pair):
+                record.add(self._ask(Work.PAIR, (pair,), until=until, number=number))
+
+    def _together(self) -> None:
+        pairs = tuple(
+            pair
+            for pair, record in self.records.items()
+            if record.open and record.complete and not self.of_device(pair)
         )
-    )
-
-
-def _iommu(devices: Mapping[int, PciDevice]) -> Iterator[str]:
-    through = [
-        f"{index} ({device.address})" for index, device in devices.items() if device.is_translated
-    ]
-    if through:
-        yield (
-            f"an IOMMU translates the addresses of devices {', '.join(through)}: outside virtual "
-            "machines, CUDA does not support P2P copies through an IOMMU (CUDA C++ Programming "
-            "Guide, IOMMU on Linux). Boot with iommu=pt, or disable the IOMMU in the firmware "
-            "(VT-d, AMD-Vi)"
-        )
-
-
-def _access_control(devices: Mapping[int, PciDevice], root: Path) -> Iterator[str]:
-    answers = [redirecting_bridges(device, root) for device in devices.values()]
-    bridges = sorted({bridge for answer in answers if answer for bridge in answer})
-    if bridges:
-        yield (
-            f"access control (ACS) on PCIe bridges {', '.join(bridges)} routes copies between "
-            "devices through the CPU. Disable ACS in the firmware, or with setpci on "
-            "these bridges until the next boot"
-        )
-    elif None in answers:
-        yield (
-            "only root can read the access control (ACS) of the PCIe bridges: sudo lspci -vvv | "
-            "grep ACSCtl"
-        )
-
-
-def _distances(devices: Mapping[int, PciDevice], suspects: Iterable["Pair"]) -> Iterator[str]:
-    links = (nvlinks(_PATIENCE) if devices else None) or {}
-    for one, other in sorted({(min(pair), max(pair)) for pair in suspects}):
-        if one not in devices or other not in devices:
-            continue
-        link = links.get(frozenset((devices[one].address, devices[other].address)))
-        if link is not None:
-            yield f"{one} and {other} are linked by NVLink ({link}), not by the PCIe bus"
-            continue
-        between = distance(devices[one], devices[other])
-        if between is not None and between.passes_the_cpu:
-            yield (
-                f"{one} and {other} are connected through {between.value} ({between.name}): not "
-                "all boards support P2P copies over it"
-            )
-
-
-def _without_peer_access(
-    suspects: Iterable["Pair"], peer_access: Mapping["Pair", bool | None]
-) -> Iterator[str]:
-    without = sorted(pair for pair in suspects if peer_access.get(pair) is False)
-    if without:
-        some = ", ".join(f"{source} -> {destination}" for source, destination in without)
-        yield (
-            f"the driver offers no peer access for {some}: the driver itself sends these copies "
-            "through the host"
-        )
-
-
-def _driver(root: Path) -> Iterator[str]:
-    if description := read_driver(root).description:
-        yield (
-            f"driver {description}: another version may work; wrong P2P copies were reported for "
-            "several versions (github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
-        )
-
-
-def _virtual(root: Path) -> Iterator[str]:
-    if is_virtual(root):
-        yield (
-            "this is a virtual machine: the IOMMU and the access control of its host are not "
-            "visible inside it"
-        )
+        if len(pairs) < 2:
+            return
+        result = self._ask(Work.TOGETHER, pairs, until=self._budget, number=0)
+        if result.ending is Ending.NO_MEMORY:
+            self.left_out[f"{result.stage or 'several pairs at once'}: {result.message}"] = None
+            return
+        for failure in result.failures:
+            self.records[failure.pair].failures.append(failure)
+        if result.ending is Ending.DONE:
+            self.at_once = len(pairs)
+            return
+        for pair in pairs:  # a bad end names no pair
+            self.records[pair].doubt = f"{result.stage or 'several pairs'}: {result.message}"
 
 
 STARTING = 180.0
@@ -244,17 +307,17 @@ class Watched:
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError):  # it is dead already: the answers end, too
-            line = json.dumps({"task": task.to_json(), "seconds": seconds}) + "\n"
+            line = json.dumps({"task": to_builtins(task), "seconds": seconds}) + "\n"
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        outcome = self._outcome()
-        if outcome.ending in BAD_ENDINGS:
+        result = self._result()
+        if result.ending in BAD_ENDINGS:
             self.close()
-        return outcome
+        return result
 
-    def _outcome(self) -> TaskResult:
+    def _result(self) -> TaskResult:
         stage = ""
-        trials = 0
+        steps = 0
         while True:
             try:
                 patience = self._patience * (1 if stage else 4)
@@ -262,37 +325,34 @@ class Watched:
             except queue.Empty:
                 return TaskResult(
                     ending=Ending.HUNG,
-                    trials=trials,
+                    steps=steps,
                     stage=stage,
                     message=f"did not end within {patience:.1f} s",
                 )
             if answer is None:
                 return TaskResult(
-                    ending=Ending.DIED, trials=trials, stage=stage, message=self._how_it_ended()
+                    ending=Ending.DIED, steps=steps, stage=stage, message=self._how_it_ended()
                 )
-            if "outcome" in answer:
-                return TaskResult.from_json(answer["outcome"])
+            if "result" in answer:
+                return convert(answer["result"], TaskResult)
             stage = answer["stage"] or ""
-            trials += not stage
+            steps += not stage
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
+        assert self._errors is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5.0)
         status = self._process.returncode
         if status is not None and status < 0:
             with suppress(ValueError):
                 return f"killed by {signal.Signals(-status).name}"
-        return f"exit status {status}" + self._last_words()
-
-    def _last_words(self) -> str:
-        assert self._errors is not None
+        last = ""
         with suppress(OSError):
             self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 2000))
-            lines = self._errors.read().decode(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            return f" ({said[-1][:300]})" if said else ""
-        return ""
+            lines = self._errors.read().decode(errors="replace").strip().split("\n")
+            last = f" ({lines[-1].strip()[:300]})" if lines[-1] else ""
+        return f"exit status {status}{last}"
 
     def close(self) -> None:
         """End the worker. One that the kernel cannot end, because a driver holds it, is left
@@ -321,151 +381,15 @@ def _read(stream: IO[bytes] | None, answers: "queue.Queue[dict[str, Any] | None]
     answers.put(None)
 
 
-_SHOWN = 4
-_CONFIDENCE = 0.99
-_OTHER_WAYS = (
-    "NCCL, CUDA IPC, and kernels of other libraries that read the memory of another device"
-)
-
-
-class Run(Struct, frozen=True, kw_only=True):
-    """Circumstances of a probe. ``blind``: what in the environment hid faults from it."""
-
-    plan: Plan
-    budget: float
-    seed: int
-    seconds: float
-    starting: float
-    in_process: bool
-    blind: str = ""
-
-
-def summarise(run: Run, machine: Machine, found: Measurements) -> ProbeReport:
-    """Return the report of a probe; hints are for others to add."""
-    now = seconds_since_boot()
-    pairs = {
-        pair: record.report(
-            plan=run.plan,
-            seed=run.seed,
-            peer_access=machine.peer_access.get(pair),
-            unusable=found.of_device(pair),
-            blind=bool(run.blind),
-            began=now - run.seconds - run.starting,
-            measured=now,
-        )
-        for pair, record in found.records.items()
-    }
-    return ProbeReport(
-        pairs=pairs,
-        seed=run.seed,
-        seconds=run.seconds,
-        starting=run.starting,
-        devices=machine.names,
-        exercised=tuple(_exercised(run, found)),
-        not_exercised=tuple(_not_exercised(run, found, pairs)),
-        identity=machine.identity,
-        hosts={index: now for index in found.proven if index not in found.unusable},
+def _no_memory(result: TaskResult) -> str:
+    return (
+        f"no memory for {result.stage or 'the copies'}: {result.message}. To measure before a model "
+        "fills the devices: ckptfix doctor --peer-copies"
     )
 
 
-def _exercised(run: Run, found: Measurements) -> Iterator[str]:
-    trips = [count for count in found.round_trips.values() if count]
-    if trips:
-        yield (
-            f"round trips from the host to {count_of(len(trips), 'device')} and back, {max(trips)} "
-            "each"
-        )
-    finished = [pair for pair, record in found.records.items() if record.finished(run.plan)]
-    if finished:
-        yield (
-            f"{_pairs(finished)}: {run.plan.copies} copies each ({run.plan.name} plan), up to "
-            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations were "
-            "poisoned first, then compared by a kernel queued after the copy and on the host"
-        )
-    if found.at_once:
-        yield f"{found.at_once} ordered pairs at once, {count_of(run.plan.rounds, 'round')}"
-    if found.chains:
-        yield (
-            f"{count_of(found.chains, 'chain')} through {'two' if found.triples == 2 else 'three'} "
-            "devices"
-        )
-
-
-def _not_exercised(
-    run: Run, found: Measurements, pairs: Mapping[Pair, PairReport]
-) -> Iterator[str]:
-    verdicts = {pair: pairs[pair].verdict for pair in pairs}
-    if found.stopped:
-        yield found.stopped
-    out_of_time = f"the budget of {run.budget:g} s was spent"
-    for section in run.plan.sections:
-        cut = [
-            pair
-            for pair, record in found.records.items()
-            if record.left(section) and verdicts[pair] is Verdict.INCONCLUSIVE and not record.doubt
-        ]
-        if cut:
-            yield f"{section.name} of {_pairs(cut)}: {out_of_time}"
-    settled = [
-        pair
-        for pair, verdict in verdicts.items()
-        if verdict not in (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
-    ]
-    if settled:
-        yield f"the rest of the plan for {_pairs(settled)}: the verdict was already clear"
-    if not found.at_once and len(found.records) - len(settled) > 1:
-        yield "several pairs at once: no time left, or no verdict for them"
-    if found.chains < found.triples:
-        yield (
-            f"{found.triples - found.chains} of {found.triples} chains: no time left, or no "
-            "verdict for one of their pairs"
-        )
-    if run.plan.name != STRICTEST:
-        yield "the full plan: ckptfix doctor --peer-copies"
-    unpoisoned = sum(record.unpoisoned for record in found.records.values())
-    if unpoisoned:
-        yield (
-            f"poisoning before copies by to() ({count_of(unpoisoned, 'time')}): the allocator "
-            "returned a different block"
-        )
-    if run.in_process:
-        yield "copies that hang: in_process=True cannot end them"
-    if run.blind:
-        yield f"{run.blind}; no pair is remembered as healthy"
-    yield from found.left_out
-    yield from _rarer_faults(pairs.values())
-    yield "faults that occur only with other loads, sizes or temperatures"
-    yield _OTHER_WAYS
-
-
-def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
-    """Yield, for each kind of copy, how rare a fault may be that the healthy pairs' own trials
-    would have missed.
-
-    A fault that hits a share p of the copies shows in n of them with the chance 1 - (1 - p) ** n:
-    99 % is asked for.
-    """
-    tried = [report.trials_by_kind() for report in reports if report.verdict is Verdict.HEALTHY]
-    for kind in sorted({kind for counts in tried for kind in counts}):
-        least = min(counts.get(kind, 0) for counts in tried)
-        if least:
-            share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
-            yield (
-                f"faults in fewer than {100 * share:.2g} % of {kind} copies: {least} copies per "
-                f"healthy pair reveal more frequent faults with {_CONFIDENCE:.0%} probability"
-            )
-        else:
-            yield f"{kind} copies on some of the pairs reported as healthy"
-
-
-def _pairs(pairs: Iterable[Pair]) -> str:
-    some = [f"{source} -> {destination}" for source, destination in pairs]
-    more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return ", ".join(some[:_SHOWN]) + more
-
-
-_LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
-"""Seconds of silence after which a copy counts as hanging; within them, a sixth of the budget."""
+Bench = Watched | Runner
+"""Does tasks: a worker, or this process."""
 
 
 def measure(
@@ -475,38 +399,62 @@ def measure(
     seed: int,
     in_process: bool,
     here: Machine | None = None,
-    known: ProbeReport | None = None,
-    sample: bool = False,
+    times: int = 1,
 ) -> ProbeReport:
     """Measure these pairs; whatever goes wrong makes them inconclusive.
 
     ``here``: the machine as this process sees it, whose devices must be those that are measured;
-    None for any. ``known``: what earlier probes did, which is not done again. ``sample``: only look
-    whether the pairs still are what they were.
+    None for any. ``times``: how often the plan is made, with other bits each time; repeats end at
+    half of the budget.
     """
-    plan = SAMPLE if sample else plan_for(budget)
     patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
-    bench: Bench = InProcess() if in_process else Watched(patience)
+    bench: Bench = Runner() if in_process else Watched(patience)
+    began = seconds_since_boot()
     try:
         machine, wrong = _machine(bench, pairs, here)
-        schedule = Schedule(bench, pairs, plan, budget=budget, seed=seed, known=known)
-        found = schedule.stopped(wrong) if wrong else schedule.run()
-        run = Run(
-            plan=plan,
-            budget=budget,
-            seed=seed,
-            seconds=schedule.spent,
-            starting=bench.starting,
-            in_process=in_process,
-            blind=blinded() if in_process else "",
-        )
-        report = summarise(run, machine, found)
-        return replace(report, hints=hints(machine.pci, report.unproven, machine.peer_access))
+        probe = Probe(bench, pairs, budget=budget, seed=seed, times=times)
+        if wrong:
+            probe.stop(wrong)
+        else:
+            probe.run()
     finally:
         bench.close()
+    blind = blinded() if in_process else ""
+    now = seconds_since_boot()
+    reports = {}
+    for pair, record in probe.records.items():
+        verdict, kind, offset, detail = record.verdict(probe.of_device(pair), budget)
+        reports[pair] = PairReport(
+            pair=pair,
+            verdict=verdict,
+            kind=kind,
+            first_offset=offset,
+            trials=sum(record.made.values()),
+            failures=len(record.failures) + (record.ended is not None),
+            seed=seed,
+            detail=detail,
+            peer_access=machine.peer_access.get(pair),
+            blind=bool(blind),
+            made=dict(record.made),
+            began=began,
+            measured=now,
+        )
+    is_proven = all(report.verdict is Verdict.HEALTHY for report in reports.values())
+    return ProbeReport(
+        pairs=reports,
+        seed=seed,
+        seconds=probe.spent,
+        starting=bench.starting,
+        devices=machine.names,
+        exercised=tuple(_exercised(probe)),
+        not_exercised=tuple(_not_exercised(probe, reports, budget, in_process, blind)),
+        hints=() if is_proven else ("known causes that this machine has: ckptfix doctor",),
+        identity=machine.identity,
+        hosts=dict.fromkeys(sorted(probe.proven - set(probe.unusable)), now),
+    )
 
 
-def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple[Machine, str]:
+def _machine(bench: "Bench", pairs: Sequence[Pair], here: Machine | None) -> tuple[Machine, str]:
     """Return the devices that the bench sees, and why it cannot measure these pairs; "" when it
     can.
     """
@@ -516,30 +464,22 @@ def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple
         return Machine(), str(error)
     last = max(index for pair in pairs for index in pair)
     if last >= len(machine.names):
-        return (
-            Machine(),
-            (
-                f"the probe's worker sees {len(machine.names)} devices, this process sees at least "
-                f"{last + 1}"
-            ),
-        )
-    if here is not None and _what_is_compared(machine) != _what_is_compared(here):
+        sees = f"the probe's worker sees {len(machine.names)} devices"
+        return Machine(), f"{sees}, this process sees at least {last + 1}"
+    seen, expected = (
+        (known.names, known.pci, dict(known.identity)) for known in (machine, here or machine)
+    )
+    if seen != expected:
+        assert here is not None
         # Device 1 there is another one than device 1 here, if it is only the number of them that
         # tells.
-        return (
-            Machine(),
-            (
-                f"the probe's worker sees different devices ({', '.join(machine.names)}), or a "
-                f"different driver or allocator, than this process ({', '.join(here.names)}): did "
-                "the environment change after this process began to use its devices? To measure in "
-                "this process: probe_peer_copies(in_process=True)"
-            ),
+        return Machine(), (
+            f"the probe's worker sees different devices ({', '.join(machine.names)}), or a "
+            f"different driver or allocator, than this process ({', '.join(here.names)}): did "
+            "the environment change after this process began to use its devices? To measure in "
+            "this process: probe_peer_copies(in_process=True)"
         )
     return machine, ""
-
-
-def _what_is_compared(machine: Machine) -> tuple[object, ...]:
-    return machine.names, machine.pci, dict(machine.identity)
 
 
 def nothing_to_measure(devices: int, seed: int) -> ProbeReport:
@@ -550,3 +490,69 @@ def nothing_to_measure(devices: int, seed: int) -> ProbeReport:
         seed=seed,
         not_exercised=(f"copies between devices: torch sees {seen} on this machine",),
     )
+
+
+def _exercised(probe: Probe) -> Iterator[str]:
+    trips = [count for count in probe.round_trips.values() if count]
+    if trips:
+        yield (
+            f"round trips from the host to {count_of(len(trips), 'device')} and back, {max(trips)} "
+            "each"
+        )
+    complete = [pair for pair, record in probe.records.items() if record.complete]
+    if complete:
+        yield (
+            f"{_pairs(complete)}: {len(PLAN)} copies each, up to {exact_size(LARGEST_COPY)}, by "
+            "memcpy and by copy kernel; destinations were poisoned first, then compared by a "
+            "kernel queued after the copy and on the host"
+        )
+    if probe.at_once:
+        yield (
+            "both directions of each link at once; "
+            f"{probe.at_once} ordered pairs at once, {count_of(ROUNDS, 'round')}"
+        )
+
+
+def _not_exercised(
+    probe: Probe, reports: Mapping[Pair, PairReport], budget: float, in_process: bool, blind: str
+) -> Iterator[str]:
+    if probe.stopped:
+        yield probe.stopped
+    cut = [
+        pair
+        for pair, record in probe.records.items()
+        if reports[pair].verdict is Verdict.INCONCLUSIVE and not record.doubt
+    ]
+    if cut:
+        yield f"the rest of the plan for {_pairs(cut)}: the budget of {budget:g} s was spent"
+    settled = [
+        pair
+        for pair, report in reports.items()
+        if report.verdict not in (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
+    ]
+    if settled:
+        yield f"the rest of the plan for {_pairs(settled)}: the verdict was already clear"
+    if not probe.at_once and len(reports) - len(settled) > 1:
+        yield "several pairs at once: fewer than two were proven before, or there was no verdict"
+    if in_process:
+        yield "copies that hang: in_process=True cannot end them"
+    if blind:
+        yield f"{blind}; no pair is remembered as healthy"
+    yield from probe.left_out
+    # How rare a fault may be that the healthy pairs' own copies would have missed: see REPEATS.
+    made = [report.made for report in reports.values() if report.verdict is Verdict.HEALTHY]
+    for kind in sorted({kind for counts in made for kind in counts}):
+        least = min(counts[kind] for counts in made)
+        share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
+        yield (
+            f"faults in fewer than {100 * share:.2g} % of {kind} copies: {least} copies per "
+            f"healthy pair reveal more frequent faults with {_CONFIDENCE:.0%} probability"
+        )
+    yield "faults that occur only with other loads, sizes or temperatures"
+    yield "NCCL, CUDA IPC, and kernels of other libraries that read the memory of another device"
+
+
+def _pairs(pairs: Iterable[Pair]) -> str:
+    some = [f"{source} -> {destination}" for source, destination in pairs]
+    more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
+    return ", ".join(some[:_SHOWN]) + more

@@ -8,19 +8,13 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from msgspec import Struct, field
-from msgspec.structs import asdict, replace
+from msgspec import Struct, convert, field, to_builtins
+from msgspec.structs import replace
 
 from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-STRICTEST = "full"
-"""Name of the plan that exercises most."""
-
-SAMPLED = "sample"
-"""Name of the plan that only looks whether a pair that was found healthy still is."""
 
 
 class Verdict(Enum):
@@ -39,28 +33,6 @@ class Verdict(Enum):
     UNUSABLE = "unusable"
 
 
-class Kind(Enum):
-    """A kind of damage to the bytes of a copy. The value is the word used in reports."""
-
-    ZEROS = "zeros"
-    UNWRITTEN = "not written"  # the destination still holds what it held before
-    STALE = "stale"  # what an earlier copy of this pair carried
-    PARTIAL = "partial"  # one part is missing
-    HOLES = "holes"  # several parts are missing
-    BIT_FLIP = "bit flip"
-    SHIFT = "shift"  # the right bytes at a displaced address
-    SWAP = "swap"  # the two halves in each other's place
-    LATE = "late"  # right after the host has waited, wrong for the kernel queued behind the copy
-    OUTSIDE = "outside"  # memory next to the destination was written
-    GARBAGE = "garbage"
-    ERROR = "error"  # the copy raised
-    CRASH = "crash"  # the process died in the copy
-
-
-_PROVING = (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
-"""Verdicts of a pair without a known fault."""
-
-
 def seconds_since_boot() -> float:
     """Return a time that can be compared with others of the same boot, whatever is done to the
     calendar.
@@ -72,18 +44,13 @@ class PairReport(Struct, frozen=True, kw_only=True):
     """One ordered pair of devices.
 
     ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none.
-    ``first_offset``: its first wrong byte, from the start of the payload. ``trials``: copies made
-    and compared, ``failures``: those that were wrong. ``seed``: of the whole probe; the same seed
-    sends the same bits in the same order. ``detail``: what the verdict rests on. ``peer_access``:
-    whether the driver offers it; None where torch cannot tell. ``plan``: the name of what was to be
-    exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the
-    probe.
-
-    ``done``: cases of each section that were done and need not be done again, by the section's
-    name. ``tried``: the copies of each kind, by the seed of the probe that made them: probes with
-    different seeds sent different bits, so their copies add up, and one that is counted twice is
-    counted once. ``began`` and ``measured``: when the probe that gave the verdict began, and when
-    copies were made last, in seconds since the boot; 0 where that is not known.
+    ``first_offset``: its first wrong byte, from the start of the destination. ``trials``: copies
+    made and compared, ``failures``: those that were wrong. ``seed``: of the whole probe; the same
+    seed sends the same bits in the same order. ``detail``: what the verdict rests on.
+    ``peer_access``: whether the driver offers it; None where torch cannot tell. ``blind``:
+    something in the environment hid faults from the probe. ``made``: the trials by size and engine.
+    ``began`` and ``measured``: when the probe that gave the verdict began and ended, in seconds
+    since the boot; 0 where that is not known.
     """
 
     pair: Pair
@@ -95,80 +62,44 @@ class PairReport(Struct, frozen=True, kw_only=True):
     seed: int
     detail: str = ""
     peer_access: bool | None = None
-    plan: str = ""
     blind: bool = False
-    done: Mapping[str, int] = field(default_factory=dict)
-    tried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    made: Mapping[str, int] = field(default_factory=dict)
     began: float = 0.0
     measured: float = 0.0
-
-    def trials_by_kind(self) -> Mapping[str, int]:
-        """Return how many copies of each kind were made and compared, in all probes that count."""
-        total: Counter[str] = Counter()
-        for counts in self.tried.values():
-            total.update(counts)
-        return total
 
     def over(self, older: PairReport | None) -> PairReport | None:
         """Return the report of a pair from now on, with ``older`` as the one so far (None: no
         report).
 
-        What is proven stays: an inconclusive probe changes no verdict. What several probes did of a
-        plan adds up, whatever the order in which they are taken in. Damage that was seen once, by
-        chance perhaps, stays until a full plan that began later finds the pair healthy: of two
+        What is proven stays: an inconclusive probe changes no verdict. Damage that was seen once,
+        by chance perhaps, stays until a probe that began later finds the pair healthy: of two
         probes that run at once and differ, the one that saw it is right. A blind probe proves
-        nothing, and a sample nothing that was not proven before.
+        nothing.
         """
-        if older is not None and older._is_damage:
-            if self.verdict in _PROVING:
-                return self if self._is_strict_proof and self.began >= older.measured else older
-            return self if self._is_damage and self.measured >= older.measured else older
-        if (
-            older is not None
-            and self._is_damage
-            and older._is_strict_proof
-            and older.began > self.measured
+        proves = self.verdict is Verdict.HEALTHY and not self.blind
+        if older is not None and older.is_damage:
+            if self.is_damage:
+                return self if self.measured >= older.measured else older
+            return self if proves and self.began >= older.measured else older
+        if self.is_damage:
+            outdated = (
+                older is not None
+                and older.verdict is Verdict.HEALTHY
+                and older.began > self.measured
+            )
+            return older if outdated else self
+        if proves or self.verdict is Verdict.UNUSABLE:
+            return self
+        if self.verdict is Verdict.HEALTHY or (
+            older is not None and older.verdict is Verdict.HEALTHY
         ):
             return older
-        if self.verdict not in _PROVING:
-            return self
-        if self.plan == SAMPLED and (older is None or older.verdict not in _PROVING):
-            return older
-        if self.blind and (older is not None or self.verdict is Verdict.HEALTHY):
-            return older
-        return self._added_to(older) if older is not None and older.verdict in _PROVING else self
+        return self
 
     @property
-    def _is_damage(self) -> bool:
+    def is_damage(self) -> bool:
+        """True if a copy was wrong or hung."""
         return self.verdict in (Verdict.WRONG, Verdict.HANG)
-
-    @property
-    def _is_strict_proof(self) -> bool:
-        return self.verdict is Verdict.HEALTHY and self.plan == STRICTEST and not self.blind
-
-    def _added_to(self, older: PairReport) -> PairReport:
-        best, other = (self, older) if self._weight >= older._weight else (older, self)
-        tried = {
-            seed: max(
-                (one.tried.get(seed, {}) for one in (older, self)),
-                key=lambda counts: sum(counts.values()),
-            )
-            for seed in {**older.tried, **self.tried}
-        }
-        done = {
-            name: max(best.done.get(name, 0), other.done.get(name, 0))
-            for name in {**best.done, **other.done}
-        }
-        measured = (
-            max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
-        )
-        began = max(best.began, other.began) if best._weight == other._weight else best.began
-        trials = max(best.trials, other.trials)
-        return replace(best, trials=trials, done=done, tried=tried, began=began, measured=measured)
-
-    @property
-    def _weight(self) -> tuple[bool, bool, bool]:
-        return self.plan != SAMPLED, self.verdict is Verdict.HEALTHY, self.plan == STRICTEST
 
     def __str__(self) -> str:
         source, destination = self.pair
@@ -178,39 +109,17 @@ class PairReport(Struct, frozen=True, kw_only=True):
         return f"{source} -> {destination} {self.verdict.value}{kind}{offset}{detail}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as plain values. ``plan``, ``done`` and ``tried`` are for readers of
+        reports of 0.5.0.
+        """
         return {
-            **asdict(self),
-            "pair": list(self.pair),
-            "verdict": self.verdict.value,
+            **to_builtins(self),
             "began": round(self.began, 3),
             "measured": round(self.measured, 3),
+            "plan": "full",
+            "done": dict(self.made),
+            "tried": {str(self.seed): dict(self.made)},
         }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PairReport:
-        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for
-        anything else.
-        """
-        source, destination = (int(index) for index in values["pair"])
-        offset, access = values["first_offset"], values["peer_access"]
-        return cls(
-            pair=(source, destination),
-            verdict=Verdict(values["verdict"]),
-            kind=str(values["kind"]),
-            first_offset=None if offset is None else int(offset),
-            trials=int(values["trials"]),
-            failures=int(values["failures"]),
-            seed=int(values["seed"]),
-            detail=str(values["detail"]),
-            peer_access=None if access is None else bool(access),
-            plan=str(values["plan"]),
-            blind=bool(values["blind"]),
-            done=_counts(values["done"]),
-            tried={str(seed): _counts(counts) for seed, counts in values["tried"].items()},
-            began=float(values["began"]),
-            measured=float(values["measured"]),
-        )
 
 
 class ProbeReport(Struct, frozen=True, kw_only=True):
@@ -254,25 +163,7 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
             now = report.over(pairs.get(pair))
             if now is not None:
                 pairs[pair] = now
-        failed = {index for pair in newer.with_verdict(Verdict.UNUSABLE) for index in pair}
-        hosts = {
-            index: max(self.hosts.get(index, 0.0), newer.hosts.get(index, 0.0))
-            for index in sorted({**self.hosts, **newer.hosts})
-            if index not in failed
-        }
-        return replace(
-            newer,
-            pairs=pairs,
-            hosts=hosts,
-            exercised=tuple(dict.fromkeys((*self.exercised, *newer.exercised))),
-        )
-
-    def only(self, pairs: Iterable[Pair]) -> ProbeReport:
-        """Return this report without all pairs but these."""
-        wanted = frozenset(pairs)
-        return replace(
-            self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted}
-        )
+        return replace(newer, pairs=pairs)
 
     def __repr__(self) -> str:
         counts = Counter(report.verdict.value for report in self.pairs.values())
@@ -305,16 +196,11 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, which ``from_json`` reads."""
         return {
+            **to_builtins(replace(self, pairs={}, hosts={})),
             "pairs": [report.to_json() for report in self.pairs.values()],
-            "seed": self.seed,
+            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
             "seconds": round(self.seconds, 3),
             "starting": round(self.starting, 3),
-            "devices": list(self.devices),
-            "exercised": list(self.exercised),
-            "not_exercised": list(self.not_exercised),
-            "hints": list(self.hints),
-            "identity": dict(self.identity),
-            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
         }
 
     @classmethod
@@ -322,23 +208,9 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
         """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for
         anything else.
         """
-        reports = tuple(PairReport.from_json(item) for item in values["pairs"])
-        return cls(
-            pairs={report.pair: report for report in reports},
-            seed=int(values["seed"]),
-            seconds=float(values["seconds"]),
-            starting=float(values["starting"]),
-            devices=tuple(str(name) for name in values["devices"]),
-            exercised=tuple(str(line) for line in values["exercised"]),
-            not_exercised=tuple(str(line) for line in values["not_exercised"]),
-            hints=tuple(str(line) for line in values["hints"]),
-            identity=dict(values["identity"]),
-            hosts={int(index): float(when) for index, when in values["hosts"]},
-        )
-
-
-def _counts(values: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): int(count) for name, count in values.items()}
+        reports = convert(values["pairs"], tuple[PairReport, ...])
+        pairs = {report.pair: report for report in reports}
+        return convert({**values, "pairs": pairs, "hosts": dict(values["hosts"])}, cls)
 
 
 def matrix(words: Mapping[Pair, str]) -> Iterable[str]:

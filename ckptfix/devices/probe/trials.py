@@ -1,47 +1,77 @@
-"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the
-host's own path.
+"""Copies over one ordered pair, or several: poisoned before, compared twice after, and judged
+against the host's own path.
 
-The destination's memory first holds the complement of what will arrive, in the very block that the
-copy writes to: a caching allocator hands back blocks that still hold the right bytes, and then a
-copy that writes nothing looks right. The first comparison is a kernel, queued on the destination
-behind the copy before the host waits for anything: it sees a late arrival. The second is the
-host's, against the bits that it sent.
+Payloads are windows into one long row of random bytes, which the host made and put on every device;
+each batch takes another window. The destination first holds the complement of what will arrive: a
+caching allocator hands back blocks that still hold the right bytes, and then a copy that writes
+nothing looks right. The first comparison is a kernel, queued on the destination behind the copy
+before the host waits for anything: it sees a late arrival. The second is the host's, byte by byte.
 
 All that the probe knows of a pair comes over each device's own exchange with the host, so that is
 proven first. When a copy is wrong, it is proven once more, before the pair is blamed.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from enum import Enum
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
 
 import torch
 from msgspec import Struct
 
-from ckptfix.devices.probe import payload
-from ckptfix.devices.probe.cases import Case, Route, exact_size
-from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same
-from ckptfix.devices.probe.probe_report import Kind
-from ckptfix.devices.probe.task import Announce, Failure
+from ckptfix.devices.probe.cases import LARGE, LARGEST, Case, Route, exact_size
 from ckptfix.devices.torch_devices import device
 from ckptfix.errors import CkptfixError
 from ckptfix.hardware import Pair
 from ckptfix.wording import count_of
 
-_SIZES = (65541, 1, 4097, 70001, (8 << 20) + 5, *(4096 + 5 * index for index in range(50)))
-_AGAIN = 3
-_LARGE = 1 << 20
-"""Bytes from which one more round trip has to do."""
+Announce = Callable[[str | None], None]
+"""A function to call with words before anything that can hang, and with None after it."""
 
-REMEMBERED = 1 << 20
-"""Bytes of earlier payloads that are kept, to know them when they arrive again."""
+_WINDOWS = 1 << 14
+_STEP = 64
+"""Bytes between the starts of two windows; keeps them aligned."""
 
-_GUARD = 64
-"""Bytes to either side of a destination that no copy may write to. Keeps every dtype aligned."""
+_FINITE = 0xBFFF - (1 << 16)
+"""In each word of 16 bits: an exponent with its highest bit clear is that of a finite number, in
+floats of any size. Hardware may rewrite the bits of a NaN that passes a kernel.
+"""
+
+_ROUND_TRIPS = (1, 999, 65541, *(4096 + 5 * index for index in range(20)), (1 << 20) + 1)
+_SAMPLED = 4096
+"""Elements of a large copy that are compared on its device: so many all over, and the last ones."""
 
 _KERNELS_BEFORE = 8
 """An even number, so that as many complements of the payload are the payload."""
+
+_AT_ONCE = 1 << 20
+ROUNDS = 3
+"""Rounds of all pairs at once."""
+
+
+class Kind(Enum):
+    """A kind of damage. The value is the word used in reports."""
+
+    ZEROS = "zeros"
+    UNWRITTEN = "not written"  # wrong bytes are those that the destination held before
+    LATE = "late"  # right after the host has waited, wrong for the kernel queued behind the copy
+    OTHER = "other bytes"
+    ERROR = "error"  # the copy raised
+    CRASH = "crash"  # the process died in the copy
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """One copy that was wrong. ``first_offset``: of its first wrong byte, from the start of the
+    destination; None where it came late. ``case``: in words.
+    """
+
+    pair: Pair
+    kind: Kind
+    first_offset: int | None = None
+    wrong_bytes: int = 0
+    case: str
 
 
 class UnusableDevice(CkptfixError):
@@ -54,260 +84,138 @@ class UnusableDevice(CkptfixError):
         self.index = index
 
 
-def prove(index: int, seed: int, memory: Memory, announce: Announce) -> Iterator[None]:
-    """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others
-    come back.
-    """
-    for number, size in enumerate(_SIZES):
-        announce(f"host round trip of {exact_size(size)}")
-        _round_trip(index, size, payload.seed_of(seed, "host", index, number), memory)
-        announce(None)
-        yield
+def seed_of(seed: int, *where: object) -> int:
+    """Return a number of 63 bits from the probe's seed and a place in the probe."""
+    text = repr((seed, *where)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def prove_again(index: int, size: int) -> None:
-    """Look once more, when a copy was wrong, with payloads of its size."""
-    for number in range(_AGAIN if size < _LARGE else 1):
-        _round_trip(index, size, payload.seed_of(size, "again", index, number), Memory())
-
-
-def still_holds(index: int, block: Any, sent: Any) -> None:
-    """Raise UnusableDevice unless the bytes on a device are those that the host sent there."""
-    back = torch.bitwise_not(sent)
-    back.copy_(block)
-    if not same(back, sent):
-        raise UnusableDevice(
-            index, f"{exact_size(sent.numel())} sent from the host came back with wrong bytes"
-        )
-
-
-def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
-    sent = payload.fill(memory.on_host(size, "after"), seed)
-    complement = torch.bitwise_not(sent, out=memory.on_host(size, "before"))
-    there = memory.upload(complement, device(index), "block")
-    there.copy_(sent)
-    seen = bool(compared(there, memory.upload(sent, device(index), "reference")))
-    back = complement.copy_(there)  # into memory in which every byte is wrong
-    if not same(back, sent):
-        wrong = int((back != sent).sum())
-        raise UnusableDevice(
-            index,
-            f"{count_of(wrong, 'wrong byte')} in {exact_size(size)} after a round trip to the host",
-        )
-    if not seen:
-        raise UnusableDevice(
-            index, f"its kernel reports two copies of the same {exact_size(size)} as unequal"
-        )
-
-
-class Copy(Struct, kw_only=True):
-    """One copy that was queued, and what proves it: blocks of bytes on both devices and on the
-    host.
-
-    ``case``: in words; ``size``: bytes of its payload. ``source`` on the source device is what the
-    host ``sent`` there. ``block`` is the destination; ``reference`` on the destination device and
-    ``expected`` on the host are what it should be. ``seen``: the comparison by a kernel queued
-    behind the copy; ``in_time``: its result. ``arrived``: what the host read of the block.
+class Row:
+    """The long row of bytes: on the host, with its complement, and on each device. ``largest``:
+    bytes of the largest window. Keeps one destination of that size for each device, and what a
+    batch is ``expected`` to be: to map and clear 64 MiB takes longer than to fill it.
     """
 
-    pair: Pair
-    case: str
-    size: int
-    source: Any
-    sent: Any
-    block: Any
-    reference: Any
-    expected: Any
-    seen: Any = None
-    in_time: bool = False
-    arrived: Any = None
+    def __init__(self, seed: int, largest: int = LARGEST) -> None:
+        words = (largest + _WINDOWS * _STEP) // 8
+        generator = torch.Generator(device="cpu").manual_seed(seed_of(seed, "row"))
+        random = torch.empty(words, dtype=torch.int64, device="cpu")
+        random.random_(-(2**63), None, generator=generator)
+        self.bytes = random.view(torch.uint8)
+        self.bytes.view(torch.int16).bitwise_and_(_FINITE)
+        self.complement = torch.bitwise_not(self.bytes)
+        self._there: dict[int, Any] = {}
+        self._blocks: dict[int, Any] = {}
+        self._back = torch.empty_like(self.bytes)
+        self.expected = torch.empty_like(self.bytes)
 
-    def read_back(self, memory: Any) -> None:
-        """Wait for the copy, and read what arrived into memory of the host that holds no right
-        byte.
+    def on(self, index: int) -> Any:
+        """Return the row on a device."""
+        if index not in self._there:
+            self._there[index] = self.bytes.to(device(index))
+        return self._there[index]
+
+    def window(self, size: int, seed: int) -> slice:
+        """Return the place of a window of ``size`` bytes."""
+        start = seed % _WINDOWS * _STEP
+        return slice(start, start + size)
+
+    def poisoned(self, index: int, window: slice) -> Any:
+        """Return a block on a device that holds the complement of a window."""
+        if index not in self._blocks:
+            self._blocks[index] = torch.empty_like(self.on(index))
+        size = window.stop - window.start
+        return self._blocks[index][:size].copy_(self.complement[window])
+
+    def read_back(self, block: Any) -> Any:
+        """Return the bytes of a block, in memory of the host that is used again."""
+        return self._back[: block.numel()].copy_(block)
+
+    def prove_host(
+        self, index: int, announce: Announce, largest: int | None = None
+    ) -> Iterator[None]:
+        """Send bytes to a device and back, and yield after each time, ``largest`` bytes (None: the
+        row) last. Raises UnusableDevice when other bytes come back.
         """
-        self.in_time = bool(self.seen)
-        self.arrived = memory.copy_(self.block)
+        reference = self.on(index)
+        for size in (*_ROUND_TRIPS, self.bytes.numel() if largest is None else largest):
+            announce(f"host round trip of {exact_size(size)}")
+            there = self.poisoned(index, slice(0, size)).copy_(self.bytes[:size])
+            equal = bool(queue_comparison(there, reference[:size]))
+            # Proves that the comparison can fail; a single byte may be that of the other place.
+            shifted = reference[_STEP : size + _STEP]
+            differs = not 256 < shifted.numel() == size or not bool(
+                queue_comparison(there, shifted)
+            )
+            wrong = self._wrong_on_host(there)
+            announce(None)
+            if wrong:
+                trip = f"{exact_size(size)} after a round trip to the host"
+                raise UnusableDevice(index, f"{count_of(wrong, 'wrong byte')} in {trip}")
+            if not equal or not differs:
+                raise UnusableDevice(index, f"its kernels compare {exact_size(size)} wrongly")
+            yield
+        if largest is None and self._wrong_on_host(reference):
+            raise UnusableDevice(index, "bytes sent from the host came back wrong")
 
-    def failure(
-        self, earlier: Sequence[Any] = (), payload_of: Callable[[Any], Any] = lambda block: block
-    ) -> Failure | None:
-        """Return what is wrong, or None. ``payload_of``: gives the payload's bytes in a block of
-        the destination.
-
-        ``earlier``: payloads that the pair carried before. Raises UnusableDevice when it is a
-        device that lost bytes on their way from or to the host.
+    def _wrong_on_host(self, block: Any) -> int:
+        """Return how many bytes of a block are not the row's when the host reads them, into memory
+        in which each is wrong: it held the right ones the time before.
         """
-        if self.in_time and same(self.arrived, self.expected):
-            return None
-        return Failure.of(self.pair, self._damage(earlier, payload_of), self.size, self.case)
-
-    def _damage(self, earlier: Sequence[Any], payload_of: Callable[[Any], Any]) -> Damage:
-        source, destination = self.pair
-        still_holds(source, self.source, self.sent)
-        still_holds(destination, self.reference, self.expected)
-        prove_again(destination, self.block.numel())
-        arrived, expected = (bits(payload_of(block)) for block in (self.arrived, self.expected))
-        damage = classify(arrived, expected, held=~expected, earlier=earlier)
-        if damage is not None:
-            return damage
-        if not same(self.arrived, self.expected):
-            outside = self.arrived != self.expected
-            return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(outside.sum()))
-        if not bool(compared(self.block, self.reference)):
-            raise UnusableDevice(destination, "its kernel reports equal bytes as unequal")
-        return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)
+        size = block.numel()
+        self._back[:size].copy_(self.complement[:size])
+        return _count_wrong(self.read_back(block), self.bytes[:size])
 
 
-class Sent(NamedTuple):
-    """One payload on the host: the source's elements, and the destination's block before and after
-    the copy.
+def queue_comparison(arrived: Any, expected: Any) -> Any:
+    """Queue a comparison on the device of two tensors, and return what it will give: a tensor of
+    one bool.
+
+    Of large ones, samples are compared: that shows better what comes late, being faster.
     """
-
-    source: Any
-    before: Any
-    after: Any
-
-
-class Landing(Struct, frozen=True, kw_only=True):
-    """The part of a block where the payload lands: past a guard, and in every second element where
-    ``strided``.
-    """
-
-    case: Case
-
-    @property
-    def is_all(self) -> bool:
-        """True if the copy itself makes the block, so that there is nothing next to it."""
-        return self.case.route is Route.TO
-
-    @property
-    def strided(self) -> bool:
-        """True if elements that are not written lie between those that are."""
-        return self.case.route is Route.STRIDED_DESTINATION
-
-    @property
-    def _used(self) -> int:
-        return self.case.size * (2 if self.strided else 1)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the block; with guards, of 64-bit words."""
-        return self.case.size if self.is_all else _GUARD + self._used + -self._used % 8 + _GUARD
-
-    def view(self, block: Any) -> Any:
-        """Return the destination in a block."""
-        elements = block if self.is_all else block[_GUARD : _GUARD + self._used]
-        elements = elements.view(payload.dtype_of(self.case.dtype))
-        if self.case.route is Route.TRANSPOSED:
-            return elements.view(*_rectangle(self.case.count))
-        return elements[::2] if self.strided else elements
-
-    def bytes_of(self, block: Any) -> Any:
-        """Return the destination's bytes in a block, as a view of uint8."""
-        if not self.strided:
-            return block if self.is_all else block[_GUARD : _GUARD + self._used]
-        return block[_GUARD : _GUARD + self._used].view(self.case.count, 2, -1)[:, 0]
+    if arrived.numel() * arrived.element_size() < LARGE:
+        return (arrived == expected).all()
+    step = arrived.numel() // _SAMPLED
+    return (arrived[::step] == expected[::step]).all() & (
+        arrived[-_SAMPLED:] == expected[-_SAMPLED:]
+    ).all()
 
 
-class PairTrials:
-    """Copies over one ordered pair. ``announce`` gets a case before its copy, and None when all
-    bytes are back.
+def _count_wrong(arrived: Any, expected: Any) -> int:
+    """Return how many of the bytes on the host differ."""
+    whole = arrived.numel() // 8 * 8
+    words = (block[:whole].view(torch.int64) for block in (arrived, expected))
+    # Words compare six times as fast as bytes.
+    if torch.equal(*words) and torch.equal(arrived[whole:], expected[whole:]):
+        return 0
+    return int((arrived != expected).sum())
 
-    ``earlier`` remembers what this pair carried.
-    """
 
-    def __init__(
-        self, pair: Pair, memory: Memory, earlier: "deque[Any]", announce: Announce
-    ) -> None:
-        self.pair = pair
-        self._memory = memory
-        self.source, self.destination = (device(index) for index in pair)
-        self.unpoisoned = 0
-        self._earlier = earlier
-        self._announce = announce
+def landing(case: Case, slot: Any) -> Any:
+    """Return the part of a slot's bytes that the copy writes, as the tensor that it writes to."""
+    elements = slot[: case.reach].view(case.torch_dtype)
+    if case.route is Route.STRIDED_DESTINATION:
+        return elements[::2]
+    if case.route is Route.TRANSPOSED:
+        rows = max(factor for factor in range(1, 513) if case.count % factor == 0)
+        return elements.view(rows, -1)
+    return elements
 
-    def run(self, case: Case, seed: int) -> Failure | None:
-        """Make one copy and return what is wrong with it, or None.
 
-        Raises UnusableDevice when it is a device's exchange with the host that is wrong, and
-        whatever the copy raises.
-        """
-        landing = Landing(case=case)
-        sent = _sent(landing, seed, self._memory)
-        reference = self._memory.upload(sent.after, self.destination, "reference")
-        source = self._laid_out(case, self._memory.upload(bits(sent.source), self.source, "source"))
-        block = self._poisoned(landing, sent.before)
-        address = block.data_ptr()
-        self._announce(str(case))
-        with self._streams(case):
-            if landing.is_all:
-                del block
-                block = bits(source.to(self.destination))
-                self.unpoisoned += block.data_ptr() != address
-            else:
-                landing.view(block).copy_(source, non_blocking=case.route is Route.NON_BLOCKING)
-            seen = compared(block, reference)
-        copy = Copy(
-            pair=self.pair, case=str(case), size=case.size, source=bits(source),
-            sent=bits(sent.source), block=block, reference=reference, expected=sent.after,
-            seen=seen,
-        )  # fmt: skip
-        copy.read_back(sent.before)
-        self._announce(None)
-        failure = copy.failure(tuple(self._earlier), landing.bytes_of)
-        self._earlier.append(bits(landing.view(sent.after))[:REMEMBERED].clone())
-        return failure
-
-    def _poisoned(self, landing: Landing, before: Any) -> Any:
-        """Return the destination's block; for ``to()``, one that the allocator will hand out again
-        at once.
-        """
-        if landing.is_all:
-            return before.to(self.destination)
-        return self._memory.upload(before, self.destination, "block")
-
-    def _laid_out(self, case: Case, payload_bytes: Any) -> Any:
-        """Return the payload on the source device in the layout that the case asks for."""
-        dense = payload_bytes.view(payload.dtype_of(case.source_dtype or case.dtype))
-        if case.route is Route.STRIDED_SOURCE:
-            wide = torch.empty((case.count, 2), dtype=dense.dtype, device=dense.device)
-            wide[:, 0].copy_(dense)
+def _laid_out(case: Case, values: Any) -> Any:
+    """Return the payload on its source device in the layout that the case asks for."""
+    match case.route:
+        case Route.STRIDED_DESTINATION:
+            return values.contiguous()
+        case Route.STRIDED_SOURCE:
+            wide = values.new_empty((case.count, 2))
+            wide[:, 0].copy_(values)
             return wide[:, 0]
-        if case.route is Route.TRANSPOSED:
-            return dense.view(*_rectangle(case.count)).t().contiguous().t()
-        if case.route is Route.AFTER_KERNELS:
-            for _ in range(_KERNELS_BEFORE):
-                dense = dense.bitwise_not()
-        return dense
-
-    def _streams(self, case: Case) -> AbstractContextManager[None]:
-        if case.route is Route.SIDE_STREAMS:
-            return on_side_streams(self.source, self.destination)
-        return nullcontext()
-
-
-def _rectangle(count: int) -> tuple[int, int]:
-    """Return two factors of ``count``, as near to each other as small ones allow."""
-    rows = max(factor for factor in range(1, 513) if count % factor == 0)
-    return rows, count // rows
-
-
-def _sent(landing: Landing, seed: int, memory: Memory) -> Sent:
-    case = landing.case
-    after = payload.fill(memory.on_host(landing.size, "after"), seed)
-    elements = landing.view(after)
-    if case.source_dtype:
-        source = payload.small_integers(
-            memory.on_host(case.count, "integers"), case.source_dtype, seed
-        )
-        elements.copy_(source)
-    else:
-        payload.make_values(elements)
-        source = elements.reshape(-1)
-    before = memory.on_host(landing.size, "before").copy_(after)
-    landing.bytes_of(before).bitwise_not_()
-    return Sent(source, before, after)
+        case Route.TRANSPOSED:
+            return values.t().contiguous().t()
+        case Route.CONVERTING:
+            return values.view(torch.int8)
+    return values
 
 
 def side_streams_exist() -> bool:
@@ -315,16 +223,140 @@ def side_streams_exist() -> bool:
     return hasattr(torch, "accelerator") and hasattr(torch.Stream, "wait_stream")
 
 
+def make_batch(
+    cases: Sequence[Case], pair: Pair, row: Row, seed: int, announce: Announce
+) -> list[Failure]:
+    """Make these copies, all queued before the host waits once, and return those that were wrong.
+
+    A small copy that is made alone takes mostly waiting. Raises UnusableDevice when it is a device
+    that lost bytes on their way from or to the host, and whatever a copy raises.
+    """
+    *starts, total = accumulate((case.slot for case in cases), initial=0)
+    slots = [slice(start, start + case.slot) for start, case in zip(starts, cases, strict=True)]
+    window = row.window(total, seed)
+    source, reference = (row.on(index)[window] for index in pair)
+    block = row.poisoned(pair[1], window)
+    laid_out = [
+        _laid_out(case, landing(case, source[slot]))
+        for case, slot in zip(cases, slots, strict=True)
+    ]
+    # A hang is blamed on these words.
+    announce(str(cases[0]) if len(cases) == 1 else f"{len(cases)} copies, such as {cases[0]}")
+    seen, elsewhere = [], []
+    for case, slot, payload in zip(cases, slots, laid_out, strict=True):
+        there, expected = landing(case, block[slot]), landing(case, reference[slot])
+        if case.route is Route.AFTER_KERNELS:
+            for _ in range(_KERNELS_BEFORE):
+                payload = payload.bitwise_not()
+        with _streams(case, pair):
+            if case.route is Route.TO:
+                # The allocator hands out this block again at once.
+                poison = there.clone()
+                del poison
+                made = payload.to(device(pair[1]))
+                seen.append(queue_comparison(made, expected))
+                elsewhere.append((there, made))
+            else:
+                there.copy_(payload, non_blocking=case.route is Route.NON_BLOCKING)
+                seen.append(queue_comparison(there, expected))
+    in_time = torch.stack(seen).tolist()
+    for there, made in elsewhere:
+        there.copy_(made)
+    arrived = row.read_back(block)
+    announce(None)
+    sent, poison = row.bytes[window], row.complement[window]
+    if cases[0].size >= LARGE and all(in_time):
+        # It is alone, and dense where it arrives: that saves building 64 MiB to compare with.
+        end = cases[0].reach
+        if torch.equal(arrived[end:], poison[end:]) and not _count_wrong(arrived[:end], sent[:end]):
+            return []
+    expected = row.expected[:total].copy_(poison)
+    for case, slot in zip(cases, slots, strict=True):
+        landing(case, expected[slot]).copy_(landing(case, sent[slot]))
+    if all(in_time) and not _count_wrong(arrived, expected):
+        return []
+    judged = [
+        _judged(pair, str(case), arrived[slot], expected[slot], poison[slot], was_in_time)
+        for case, slot, was_in_time in zip(cases, slots, in_time, strict=True)
+    ]
+    _prove_again(row, pair, total)
+    return [failure for failure in judged if failure is not None]
+
+
+def all_at_once(pairs: Sequence[Pair], row: Row, seed: int, announce: Announce) -> list[Failure]:
+    """Queue a copy on every pair before the host waits for one of them; return those that were
+    wrong.
+    """
+    windows = {pair: row.window(_AT_ONCE, seed_of(seed, "at once", *pair)) for pair in pairs}
+    sources = {pair: row.on(pair[0])[window] for pair, window in windows.items()}
+    references = {pair: row.on(pair[1])[window] for pair, window in windows.items()}
+    blocks = {pair: row.complement[window].to(device(pair[1])) for pair, window in windows.items()}
+    what = (
+        f"{exact_size(_AT_ONCE)} over {pairs[0][0]} -> {pairs[0][1]} and back at once"
+        if len(pairs) == 2
+        else f"{exact_size(_AT_ONCE)} with all {len(pairs)} pairs at once"
+    )
+    announce(what)
+    for pair in pairs:
+        blocks[pair].copy_(sources[pair], non_blocking=True)
+    seen = {pair: queue_comparison(blocks[pair], references[pair]) for pair in pairs}
+    in_time = {pair: bool(result) for pair, result in seen.items()}
+    arrived = {pair: row.complement[windows[pair]].clone().copy_(blocks[pair]) for pair in pairs}
+    announce(None)
+    failures = []
+    for pair, window in windows.items():
+        sent, poison = row.bytes[window], row.complement[window]
+        failure = _judged(pair, what, arrived[pair], sent, poison, in_time[pair])
+        if failure is not None:
+            _prove_again(row, pair, _AT_ONCE)
+            failures.append(failure)
+    return failures
+
+
+def _judged(
+    pair: Pair, case: str, arrived: Any, expected: Any, poison: Any, in_time: bool
+) -> Failure | None:
+    """Return what is wrong with bytes that the host read, or that they came late; None if
+    neither.
+    """
+    count = _count_wrong(arrived, expected)
+    if not count:
+        return None if in_time else Failure(pair=pair, kind=Kind.LATE, case=case)
+    wrong = arrived != expected
+    # A few bytes may be zero, or what was there before, by chance.
+    if count > 8 and not bool((wrong & (arrived != 0)).any()):
+        kind = Kind.ZEROS
+    elif count > 8 and not bool((wrong & (arrived != poison)).any()):
+        kind = Kind.UNWRITTEN
+    else:
+        kind = Kind.OTHER
+    first = int(wrong.to(torch.uint8).argmax())
+    return Failure(pair=pair, kind=kind, first_offset=first, wrong_bytes=count, case=case)
+
+
+def _prove_again(row: Row, pair: Pair, size: int) -> None:
+    """Raise UnusableDevice when a device of the pair loses bytes on their way from or to the
+    host.
+    """
+    for index in pair:
+        for _ in row.prove_host(index, lambda stage: None, size):
+            pass
+
+
 @contextmanager
-def on_side_streams(*devices: Any) -> Iterator[None]:
-    """Put what is queued on these devices in the block on a stream of its own for each.
+def _streams(case: Case, pair: Pair) -> Iterator[None]:
+    """Put what is queued on the pair's devices in the block on a stream of its own for each, where
+    the case asks for it.
 
     It waits for what was queued before, and what is queued afterwards waits for it.
     """
+    if case.route is not Route.SIDE_STREAMS:
+        yield
+        return
     accelerator = torch.accelerator
     current = accelerator.current_device_index()
-    usual = [accelerator.current_stream(device) for device in devices]
-    aside = [torch.Stream(device=device) for device in devices]
+    usual = [accelerator.current_stream(device(index)) for index in pair]
+    aside = [torch.Stream(device=device(index)) for index in pair]
     try:
         for before, stream in zip(usual, aside, strict=True):
             stream.wait_stream(before)

@@ -2,9 +2,8 @@
 with the others.
 
 It reads one task for each line of its standard input, and answers in lines of JSON: ``{"stage":
-words}`` before whatever may hang, ``{"stage": null}`` after it, ``{"outcome": ...}`` at the end of
-the task. It never outlives whoever started it. ``InProcess`` does the same tasks in the caller's
-own process.
+words}`` before whatever may hang, ``{"stage": null}`` after it, ``{"result": ...}`` at the end of
+the task. It never outlives whoever started it.
 """
 
 import json
@@ -12,89 +11,123 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from contextlib import suppress
+from enum import Enum
 from typing import Any, TextIO
 
 import torch
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
 from typing_extensions import assert_never
 
-from ckptfix.devices.probe import payload
-from ckptfix.devices.probe.bulk import (
-    NoRoom,
+from ckptfix.devices.probe.cases import BATCHES, Route
+from ckptfix.devices.probe.trials import (
+    ROUNDS,
+    Announce,
+    Failure,
     Row,
+    UnusableDevice,
     all_at_once,
-    chain,
-    next_batch,
-    run_batch,
-    run_large,
+    make_batch,
+    seed_of,
+    side_streams_exist,
 )
-from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
-from ckptfix.devices.probe.payload import Memory
-from ckptfix.devices.probe.task import Announce, Ending, Failure, Task, TaskResult, Work
-from ckptfix.devices.probe.trials import PairTrials, UnusableDevice, prove, side_streams_exist
 from ckptfix.devices.routing import bypassed
-from ckptfix.devices.torch_devices import Machine, device, device_type, this_machine
+from ckptfix.devices.torch_devices import Machine, device_type, this_machine
 from ckptfix.hardware import Pair
 
-ENOUGH = 6
+ENOUGH = 3
 """Failures after which a pair needs no more copies."""
 
-_KEPT_PAYLOADS = 2
-_ALWAYS_TAKEN = "uint8"
+
+class Work(Enum):
+    """A kind of work."""
+
+    HOST = "host"  # a device's own exchange with the host; the pair is (device, device)
+    PAIR = "pair"  # the plan over one pair
+    TOGETHER = "together"  # both directions of each link at once, then all pairs
 
 
-def no_memory(error: BaseException) -> bool:
-    """Return whether an error says that no memory is left, on a device or on the host."""
-    said = str(error)
-    return (
-        "OutOfMemory" in type(error).__name__
-        or "out of memory" in said
-        or "can't allocate memory" in said
-    )
+class Task(Struct, frozen=True, kw_only=True):
+    """A piece of work. ``round``: the number of a repetition with other bits."""
+
+    work: Work
+    pairs: tuple[Pair, ...]
+    seed: int
+    round: int = 0
+
+
+class Ending(Enum):
+    """End of a task. Only after DONE does the absence of failures prove anything."""
+
+    DONE = "done"
+    OUT_OF_TIME = "out of time"
+    NO_MEMORY = "no memory"
+    RAISED = "raised"
+    DIED = "died"
+    HUNG = "hung"
+
+
+BAD_ENDINGS = (Ending.RAISED, Ending.DIED, Ending.HUNG)
+"""Endings after which the worker may have lost its devices."""
+
+
+class TaskResult(Struct, kw_only=True):
+    """Result of a task.
+
+    ``steps``: batches, round trips or rounds that ended. ``made``: copies that were compared, by
+    ``Case.kind``. ``unusable``: the device whose exchange with the host was found wrong, -1 for
+    none. ``stage``: the copy that was under way when it ended badly; "" when none was. ``message``:
+    why it ended so. ``left_out``: cases that this machine cannot do.
+    """
+
+    ending: Ending = Ending.DONE
+    steps: int = 0
+    made: dict[str, int] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    unusable: int = -1
+    stage: str = ""
+    message: str = ""
+    left_out: list[str] = field(default_factory=list)
 
 
 class Runner:
-    """Does tasks. ``announce``: see ``Announce``."""
+    """Does tasks in this process, where nothing ends a copy that hangs. ``announce``: see
+    ``Announce``.
+    """
+
+    starting = 0.0
 
     def __init__(self, announce: Announce = lambda stage: None) -> None:
         self._report = announce
         self._stage = ""
-        self._memory = Memory()
-        self._long_row: Row | None = None
-        self._earlier: defaultdict[Pair, deque[Any]] = defaultdict(
-            lambda: deque(maxlen=_KEPT_PAYLOADS)
-        )
-        self._supported: dict[tuple[int, str], bool] = {}
+        self._row: Row | None = None
+
+    def machine(self) -> Machine:
+        """Return the devices that this process sees."""
+        return this_machine()
 
     def run(self, task: Task, seconds: float) -> TaskResult:
-        """Do a task and return what became of it; whatever it raises is in the outcome.
+        """Do a task and return what became of it; whatever it raises is in the result.
 
-        A section ends after ``seconds``; other tasks are short and are done as a whole.
+        The plan of a pair ends after ``seconds``; other tasks are short and are done as a whole.
         """
         self._stage = ""
-        progress = _Progress()
+        result = TaskResult()
         try:
             with bypassed(counted=False):
-                ending = self._done(task, time.monotonic() + seconds, progress)
-            return progress.outcome(ending)
-        except NoRoom as error:
-            return progress.outcome(Ending.NO_MEMORY, stage=error.what, message=str(error))
+                self._do(task, time.monotonic() + seconds, result)
         except UnusableDevice as error:
-            return progress.outcome(Ending.DONE, unusable=error.index, message=str(error))
+            result.unusable, result.message = error.index, str(error)
         except Exception as error:
-            ending = Ending.NO_MEMORY if no_memory(error) else Ending.RAISED
+            result.ending = Ending.NO_MEMORY if _no_memory(error) else Ending.RAISED
             first = str(error).strip().partition("\n")[0]
-            return progress.outcome(
-                ending, stage=self._stage, message=f"{type(error).__name__}: {first}"[:300]
-            )
+            result.stage, result.message = self._stage, f"{type(error).__name__}: {first}"[:300]
+        return result
 
     def close(self) -> None:
         """Give the memory of large copies back, to others on these devices, too."""
-        self._memory.clear()
-        self._long_row = None
+        self._row = None
         accelerator = getattr(torch, "accelerator", None)
         module: Any = (
             accelerator
@@ -108,207 +141,54 @@ class Runner:
         self._stage = stage or ""
         self._report(stage)
 
-    def _done(self, task: Task, deadline: float, progress: "_Progress") -> Ending:
-        plan = PLANS[task.plan]
+    def _do(self, task: Task, deadline: float, result: TaskResult) -> None:
+        row = self._row = self._row or Row(task.seed)
         match task.work:
             case Work.HOST:
-                index = task.pairs[0][0]
-                for _ in prove(index, task.seed, self._memory, self._announce):
-                    progress.add()
-                self._announce("host round trip of a large payload")
-                with suppress(NoRoom):  # the copies that need it will say so
-                    self._row(task).prove(index)
-                self._announce(None)
-            case Work.SECTION:
-                return self._section(task, deadline, progress)
+                for _ in row.prove_host(task.pairs[0][0], self._announce):
+                    result.steps += 1
+            case Work.PAIR:
+                (pair,) = task.pairs
+                made: Counter[str] = Counter()
+                for number, batch in enumerate(BATCHES):
+                    if len(result.failures) >= ENOUGH:
+                        break
+                    if time.monotonic() > deadline:
+                        result.ending = Ending.OUT_OF_TIME
+                        break
+                    cases = batch
+                    if not side_streams_exist():
+                        cases = tuple(
+                            case for case in batch if case.route is not Route.SIDE_STREAMS
+                        )
+                        result.left_out = ["side streams: this torch has no torch.accelerator"]
+                    seed = seed_of(task.seed, *pair, task.round, number)
+                    result.failures += make_batch(cases, pair, row, seed, self._announce)
+                    made.update(case.kind for case in cases)
+                    result.made = dict(made)
+                    result.steps += 1
             case Work.TOGETHER:
-                for number in range(plan.rounds):
-                    progress.failures += all_at_once(task.pairs, number, task.seed, self._announce)
-                    progress.add()
-            case Work.CHAIN:
-                for size in plan.chained:
-                    progress.failures += chain(task.pairs, size, task.seed, self._announce)
-                    progress.add()
+                links = [
+                    ((source, to), (to, source))
+                    for source, to in task.pairs
+                    if source < to and (to, source) in task.pairs
+                ]
+                for number, pairs in enumerate((*links, *[task.pairs] * ROUNDS)):
+                    seed = seed_of(task.seed, "together", task.round, number)
+                    result.failures += all_at_once(pairs, row, seed, self._announce)
+                    result.steps += 1
             case _:
                 assert_never(task.work)
-        return Ending.DONE
-
-    def _section(self, task: Task, deadline: float, progress: "_Progress") -> Ending:
-        section = PLANS[task.plan].sections[task.section]
-        progress.done = task.start
-        lacking: NoRoom | None = None
-        for start, cases in self._steps(section, task.start):
-            pairs = [pair for pair in task.pairs if progress.failures_of(pair) < ENOUGH]
-            if not pairs:
-                break
-            if time.monotonic() > deadline:
-                return Ending.OUT_OF_TIME
-            possible = [case for case in cases if self._is_possible(case, pairs, progress)]
-            seeds = [
-                payload.seed_of(task.seed, *pair, section.name, start, task.again)
-                for pair in task.pairs
-            ]
-            try:
-                failures = (
-                    self._copies(section, possible, task, pairs, seeds, progress)
-                    if possible
-                    else ()
-                )
-            except NoRoom as error:
-                lacking = lacking or error
-                continue
-            for case in possible:
-                progress.add(case.kind)
-            progress.failures += failures
-            if lacking is None:
-                progress.done = start + len(cases)
-        if lacking is not None:
-            raise lacking
-        return Ending.DONE
-
-    def _steps(self, section: Section, start: int) -> Iterator[tuple[int, Sequence[Case]]]:
-        """Yield the cases that are made together, and their positions in the section."""
-        while start < len(section.cases):
-            rest = section.cases[start:]
-            cases = next_batch(rest) if section.batched else rest[:1]
-            yield start, cases
-            start += len(cases)
-
-    def _copies(
-        self,
-        section: Section,
-        cases: Sequence[Case],
-        task: Task,
-        pairs: Sequence[Pair],
-        seeds: Sequence[int],
-        progress: "_Progress",
-    ) -> tuple[Failure, ...]:
-        if section.is_large:
-            (case,) = cases
-            wanted = [seed for pair, seed in zip(task.pairs, seeds, strict=True) if pair in pairs]
-            return run_large(
-                case,
-                pairs,
-                self._row(task),
-                wanted,
-                self._memory,
-                self._announce,
-                self._earlier.__getitem__,
-            )
-        (pair,), (seed,) = pairs, seeds
-        if section.batched:
-            return run_batch(
-                cases,
-                pair,
-                self._row(task),
-                seed,
-                self._memory,
-                self._announce,
-                self._earlier[pair],
-                ENOUGH,
-            )
-        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._announce)
-        failure = on_pair.run(cases[0], seed)
-        progress.unpoisoned += on_pair.unpoisoned
-        return () if failure is None else (failure,)
-
-    def _is_possible(self, case: Case, pairs: Sequence[Pair], progress: "_Progress") -> bool:
-        reasons = [reason for pair in pairs if (reason := self._impossible(case, pair))]
-        progress.left_out.update(dict.fromkeys(reasons))
-        return not reasons
-
-    def _row(self, task: Task) -> Row:
-        if self._long_row is None:
-            self._long_row = Row(PLANS[task.plan].largest, task.seed)
-        return self._long_row
-
-    def _impossible(self, case: Case, pair: Pair) -> str:
-        """Return why a case cannot be done here; "" when it can."""
-        if case.route is Route.SIDE_STREAMS and not side_streams_exist():
-            return "side streams: this torch has no torch.accelerator"
-        for name in {case.dtype, case.source_dtype} - {"", _ALWAYS_TAKEN}:
-            for index in pair:
-                if not self._takes(index, name):
-                    return f"{name}: device {index} does not support it"
-        return ""
-
-    def _takes(self, index: int, dtype: str) -> bool:
-        """Return whether a device can hold a dtype and copy it with a kernel of its own. Raises
-        when it is lost.
-        """
-        key = (index, dtype)
-        if key not in self._supported:
-            self._supported[key] = True
-            try:
-                _copy_on(index, dtype)
-            except (RuntimeError, TypeError):
-                _copy_on(index, _ALWAYS_TAKEN)  # raises on a device that does nothing any more
-                self._supported[key] = False
-        return self._supported[key]
 
 
-def _copy_on(index: int, dtype: str) -> None:
-    elements = (
-        torch.zeros(32, dtype=torch.uint8, device="cpu")
-        .view(payload.dtype_of(dtype))
-        .to(device(index))
+def _no_memory(error: BaseException) -> bool:
+    """Return whether an error says that no memory is left, on a device or on the host."""
+    said = str(error)
+    return (
+        "OutOfMemory" in type(error).__name__
+        or "out of memory" in said
+        or "can't allocate memory" in said
     )
-    elements.new_empty((elements.numel(), 2))[:, 0].copy_(elements)
-
-
-class _Progress(Struct):
-    """Results of a task so far, which outlive the exception that ends it."""
-
-    trials: int = 0
-    failures: list[Failure] = field(default_factory=list)
-    left_out: dict[str, None] = field(default_factory=dict)
-    unpoisoned: int = 0
-    done: int = 0
-    tried: Counter[str] = field(default_factory=Counter)
-
-    def add(self, kind: str = "") -> None:
-        """Count one more trial; ``kind``: that of its case."""
-        self.trials += 1
-        if kind:
-            self.tried[kind] += 1
-
-    def failures_of(self, pair: Pair) -> int:
-        """Return how many copies over a pair were wrong."""
-        return sum(failure.pair == pair for failure in self.failures)
-
-    def outcome(self, ending: Ending, **more: Any) -> TaskResult:
-        """Return what became of the task."""
-        return TaskResult(
-            ending=ending,
-            trials=self.trials,
-            failures=tuple(self.failures),
-            left_out=tuple(self.left_out),
-            unpoisoned=self.unpoisoned,
-            done=self.done,
-            tried=dict(self.tried),
-            **more,
-        )
-
-
-class InProcess:
-    """Does tasks in the caller's process. Nothing ends a copy that hangs."""
-
-    starting = 0.0
-
-    def __init__(self) -> None:
-        self._runner = Runner()
-
-    def machine(self) -> Machine:
-        """Return the devices that this process sees."""
-        return this_machine()
-
-    def run(self, task: Task, seconds: float) -> TaskResult:
-        """Do a task."""
-        return self._runner.run(task, seconds)
-
-    def close(self) -> None:
-        """Give memory back."""
-        self._runner.close()
 
 
 def blinded() -> str:
@@ -334,8 +214,8 @@ def main() -> None:
         runner = Runner(lambda stage: send({"stage": stage}))
         for line in sys.stdin:
             asked = json.loads(line)
-            outcome = runner.run(Task.from_json(asked["task"]), asked["seconds"])
-            send({"outcome": outcome.to_json()})
+            result = runner.run(convert(asked["task"], Task), asked["seconds"])
+            send({"result": to_builtins(result)})
 
 
 def _own_channel() -> TextIO:

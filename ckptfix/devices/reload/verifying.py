@@ -116,11 +116,6 @@ def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
 
 Progress = Callable[[int], None]
 
-_LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
-"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not
-exercised.
-"""
-
 
 class _Collected(Struct, kw_only=True):
     """The contents of a report, as far as they are known."""
@@ -190,7 +185,7 @@ def verify_reload(
                 f"{named} maps one model, but there are {len(readable)}; pass the path of "
                 f"one: {labels}"
             )
-        probe = _probe(machine)
+        probe = probe_peer_copies() if machine.count > 1 else None
         read = progress or (lambda count: None)
         if built is None:
             _without_model(readable, request, machine, found, read)
@@ -224,13 +219,6 @@ def verify_reload(
         require_transfer_proof=require_transfer_proof,
         ran=proof.ran,
     )
-
-
-def _probe(machine: Accelerators) -> ProbeReport | None:
-    if machine.count < 2:
-        return None
-    pairs = machine.count * (machine.count - 1)
-    return probe_peer_copies(budget=min(_MOST_PROBE, max(_LEAST_PROBE, _PROBE_A_PAIR * pairs)))
 
 
 def _readable(
