@@ -46,7 +46,7 @@ SAVED_AT, LAST = 3, 8
 
 OF_STEPS = tuple(state for state in STATES if state != UNPREPARED)
 """The states of a step; unprepared models are compared before the first batch alone."""
-ATTRIBUTES = "attributes of models and custom objects that their state_dict() leaves out"
+ATTRIBUTES = "tensors and counters of the script outside models, optimizers and state_dict()"
 
 
 def step(number: int, rank: int = 0) -> Step:

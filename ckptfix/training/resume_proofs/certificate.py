@@ -210,7 +210,7 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
         yield "batches: the script uses no dataloader of torch or accelerate"
     if "loss" not in strips:
         yield "losses: the script does not call accelerator.backward"
-    yield "attributes of models and custom objects that their state_dict() leaves out"
+    yield "tensors and counters of the script outside models, optimizers and state_dict()"
     silent = max((one.world for one in reference), default=1) - len(reference)
     if silent > 0:
         yield f"{count_of(silent, 'rank')}: no optimizer step was recorded"
