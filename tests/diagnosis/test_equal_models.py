@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptfix import check
 from ckptfix.cli import run
 from tests.diagnosis.test_older_saves import in_names, with_etags_of_bytes
 from tests.diagnosis.test_stale_saves import told
@@ -210,3 +211,59 @@ def test_equal_moments_of_rows_that_no_batch_used_are_clean(tmp_path: Path) -> N
     assert "warning" not in {
         severity for found in in_names(tmp_path).values() for severity, _ in found
     }
+
+
+def mixed(output: Path) -> dict[str, list[str]]:
+    """Return the findings about files of two saves, by checkpoint."""
+    found = {
+        folder.name: [
+            str(finding)
+            for finding in check(folder, siblings=output.iterdir()).all_findings
+            if finding.code == "mixed-saves"
+        ]
+        for folder in sorted(output.iterdir())
+    }
+    return {name: findings for name, findings in found.items() if findings}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("source", "target"), [(4, 5), (1, 2), (3, 2)])
+def test_rates_that_no_scheduler_gave_are_found_where_both_schedules_are_equal(
+    source: int, target: int, name: str, tmp_path: Path
+) -> None:
+    """The step of a direct neighbour may be that of an optimizer that waits, with its schedule."""
+    output = with_equal_models(tmp_path)
+    shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}")
+    found = mixed(output)
+    assert found.keys() == {f"checkpoint_{target}"}
+    (words,) = found[f"checkpoint_{target}"]
+    assert words.startswith(f"{name}: learning rate 0.00")
+    assert f", as in {name.replace('optimizer', 'scheduler')})" in words
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("waits", [{5}, {3}, {3, 4, 5}])
+def test_an_optimizer_that_waits_with_its_schedule_is_clean(
+    waits: set[int], crossed: bool, tmp_path: Path
+) -> None:
+    """A script may prepare its schedulers in another order than its optimizers."""
+    output = with_equal_models(tmp_path, trained=lambda number: (1,) if number in waits else (0, 1))
+    for folder in output.iterdir() if crossed else ():
+        states = [torch.load(folder / f"scheduler{end}.bin") for end in ("_1", "")]
+        for state, end in zip(states, ("", "_1"), strict=True):
+            torch.save(state, folder / f"scheduler{end}.bin")
+    assert mixed(output) == {}
+
+
+def test_two_schedulers_of_one_optimizer_are_clean(tmp_path: Path) -> None:
+    """No scheduler gave the rate of the second optimizer, which stays."""
+    output = with_equal_models(tmp_path)
+    for number in range(6):
+        folder = output / f"checkpoint_{number}"
+        state = torch.load(folder / OPTIMIZERS[1])
+        (group,) = state["param_groups"]
+        rate = torch.load(folder / "scheduler.bin")["_last_lr"][0]
+        group["lr"] = rate if number < 5 else 1e-2
+        del group["initial_lr"]
+        torch.save(state, folder / OPTIMIZERS[1])
+    assert mixed(output) == {}
