@@ -14,7 +14,7 @@ accelerate: ``step`` in its random states counts batches, and begins again with 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import PurePosixPath
@@ -289,7 +289,8 @@ class _Progress(NamedTuple):
 
     ``rates``: of the param groups of optimizers. ``holders``: rates -> the positions of the
     optimizers that have them, so that each of 1,000 schedulers need not look at 1,000 optimizers.
-    ``last``: rates that schedulers gave last. ``moves``: of the scheduler, None for one whose moves
+    ``last``: rates that schedulers gave last. ``given``: all of these, where each optimizer has a
+    scheduler, else none. ``moves``: of the scheduler, None for one whose moves
     are not the Trainer's steps. ``initial`` and ``base``: the rates at the beginning of the run, as
     optimizers and schedulers record them.
     """
@@ -297,6 +298,7 @@ class _Progress(NamedTuple):
     rates: Mapping[int, tuple[float, ...]]
     holders: Mapping[tuple[float, ...], Sequence[int]]
     last: Mapping[int, tuple[float, ...]]
+    given: Collection[tuple[float, ...]]
     moves: int | None
     initial: Mapping[int, tuple[float, ...]]
     base: Mapping[int, tuple[float, ...]]
@@ -309,13 +311,15 @@ class _Progress(NamedTuple):
         return base not in self.initial.values() if initial and base else None
 
     def disagrees(self, index: int) -> bool | None:
-        """Return whether a scheduler gave its optimizer other rates, None where that is not
-        known.
+        """Return whether a scheduler gave its optimizer other rates, None where that is not known.
+
+        The order of schedulers may not be that of optimizers: no optimizer has the rates that this
+        one gave, or no scheduler gave those of this position's optimizer.
         """
         rates, last = self.rates.get(index, ()), self.last.get(index, ())
         if not rates or len(rates) != len(last):
             return None
-        return last not in self.holders
+        return last not in self.holders or (bool(self.given) and rates not in self.given)
 
     def partner_of(self, index: int) -> int | None:
         """Return the position of the optimizer that alone has the rates that a scheduler gave, None
@@ -367,11 +371,14 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
             )
             for neighbour, there in scanned(neighbours.spread(), Role.OPTIMIZER, Role.SCHEDULER)
         ]
+        exchanged = list(_exchanged_rates(own, near, crossed, files, schedulers))
+        told_of = {finding.path for finding in exchanged}
         for index in apart:
-            yield from _mixed_rates(own, near, index, files[index], schedulers[index])
+            if schedulers[index] not in told_of:
+                yield from _mixed_rates(own, near, index, files[index], schedulers[index])
         for index in strange:
             yield from _other_beginning(own, near, index, files[index], schedulers[index])
-        yield from _exchanged_rates(own, near, crossed, files, schedulers)
+        yield from exchanged
     elif own.moves is not None and case.step is not None and own.moves != case.step:
         yield from _mixed_steps(own.moves, case.step, neighbours, schedulers[0])
 
@@ -399,6 +406,8 @@ def _mixed_rates(
             agreeing += 1
             of_optimizer = of_optimizer or (name if other.last[index] == rates else "")
             of_scheduler = of_scheduler or (name if other.rates[index] == last else "")
+    if not agreeing and last in own.holders:
+        return
     is_of_scheduler = bool(of_scheduler) and not of_optimizer
     path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
     have, expected = (last, rates) if is_of_scheduler else (rates, last)
@@ -511,26 +520,31 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
         holders: dict[tuple[float, ...], list[int]] = {}
         for index, numbers in rates.items():
             holders.setdefault(numbers, []).append(index)
+        last = {
+            index: numbers_of(items_of(child(state, "_last_lr")))
+            for index, state in states.items()
+            if _has_moved(state)
+        }
+        initial = {
+            saved.index: numbers_of([group.get("initial_lr") for group in saved.values])
+            for saved in optimizers
+        }
+        # A scheduler records this rate in its optimizer.
+        is_each_scheduled = last.keys() == rates.keys() and all((*last.values(), *initial.values()))
         return _Progress(
             rates=rates,
             holders=holders,
-            last={
-                index: numbers_of(items_of(child(state, "_last_lr")))
-                for index, state in states.items()
-                if _has_moved(state)
-            },
+            last=last,
+            given=frozenset(last.values()) if is_each_scheduled else (),
             moves=moves_of(states.get(0)) if len(states) == 1 else None,
-            initial={
-                saved.index: numbers_of([group.get("initial_lr") for group in saved.values])
-                for saved in optimizers
-            },
+            initial=initial,
             base={
                 index: numbers_of(items_of(child(state, "base_lrs")))
                 for index, state in states.items()
                 if _begins_as_the_optimizer(state)
             },
         )
-    return _Progress({}, {}, {}, None, {}, {})
+    return _Progress({}, {}, {}, (), None, {}, {})
 
 
 def _begins_as_the_optimizer(state: Any) -> bool:

@@ -56,7 +56,7 @@ from ckptfix.diagnosis.findings.stale import (
     StaleSave,
 )
 from ckptfix.diagnosis.optimizer_kinds import SCALARS
-from ckptfix.diagnosis.optimizer_values import has_moved, moved_shapes
+from ckptfix.diagnosis.optimizer_values import has_moved, moved_shapes, steps_of
 from ckptfix.diagnosis.save_progress import MOVES, OWN_STEP, Progress, progress_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
 from ckptfix.errors import CkptfixError
@@ -192,7 +192,7 @@ def _of_later(save: _Save, later: _Compared, root: AnyPath) -> Iterator[Finding]
     if _are_equal(folder.root, root, optimizers, data=save.data):
         paths = [optimizers[0].path]
     else:
-        paths = list(_old_optimizers(save, root))
+        paths = list(_old_optimizers(save, later, root))
     paths = [path for path in paths if later.may_have(path)]
     if paths:
         yield from _of_its_step(save, later, root, paths)
@@ -220,7 +220,7 @@ def _of_earlier(save: _Save, earlier: _Compared, root: AnyPath) -> Iterator[Find
         if parts:
             yield from judge(same_weights=True, same_optimizers=False, parts=parts)
     if save.optimizers and not same_optimizers:
-        old = _old_optimizers(save, root)
+        old = _old_optimizers(save, earlier, root)
         if parts := [_Part(path, {}) for path in old if earlier.may_have(path)]:
             yield from judge(same_weights=False, same_optimizers=True, parts=parts)
 
@@ -336,9 +336,9 @@ def _entry(file: Component) -> str:
     return f"{file.name.stem}_{file.name.index}{file.name.suffix}"
 
 
-def _old_optimizers(save: _Save, other: AnyPath) -> Iterator[PurePosixPath]:
-    """Yield the optimizers whose bytes are those of another save, though weights that
-    they alone train differ.
+def _old_optimizers(save: _Save, of: _Compared, other: AnyPath) -> Iterator[PurePosixPath]:
+    """Yield the optimizers whose bytes are those of another save, in ``other``, though weights that
+    they alone train differ, or their step went back.
 
     A step of an optimizer with states changes these. Which weights it trains, a file of torch does
     not say: those of a shape of which it alone has moments, as many as there are weights. Averages
@@ -363,7 +363,8 @@ def _old_optimizers(save: _Save, other: AnyPath) -> Iterator[PurePosixPath]:
                 moments.setdefault(shape, Counter())[optimizer.path] += 1
     models = _models_of(folder)
     of_all = Counter(tensor.shape for file in models for tensor in file.tensors)
-    for path in [optimizer.path for optimizer in saved if optimizer.path in equal]:
+    for optimizer in [optimizer for optimizer in saved if optimizer.path in equal]:
+        path = optimizer.path
         trained = {
             shape
             for shape, owners in moments.items()
@@ -381,6 +382,42 @@ def _old_optimizers(save: _Save, other: AnyPath) -> Iterator[PurePosixPath]:
                 if samples and not are_equal(folder.root, other, samples):
                     yield path
                     break
+        else:
+            shapes = {shape for shape, owners in moments.items() if path in owners}
+            if shapes <= of_all.keys() and _went_back(save, optimizer, of, other):
+                yield path
+
+
+def _went_back(save: _Save, optimizer: SavedOptimizer, of: _Compared, other: AnyPath) -> bool:
+    """Return whether an optimizer with the bytes of a save further away, in ``other``, counts other
+    steps than the save next to it: fewer than the one before, or more than the one after.
+
+    A script that sets a model back to that save has its weights, too, which differ in the save
+    between the two. Rows of a table that no batch used have equal moments in all.
+    """
+    root, is_before = save.folder.root, of.save.is_before
+    near = save.neighbours.before() if is_before else save.neighbours.after()
+    if near is None or of.files is None or optimizer.path not in of.files:
+        return False
+    if not any(save.data or not is_table(shape) for shape in moved_shapes(root, optimizer)):
+        return False
+    samples = samples_of(save.weights) or ()
+    with suppress(CkptfixError, OSError), near.opened() as between:
+        there = saved_optimizers(near.scan(Role.OPTIMIZER, root=between), ())
+        steps = steps_of(root, optimizer)
+        steps_there = max(
+            (steps_of(between, nearby) for nearby in there if nearby.path == optimizer.path),
+            default=0,
+        )
+        # One without a count of steps has 0.
+        fewer, more = (steps, steps_there) if is_before else (steps_there, steps)
+        if not 0 < fewer < more or are_equal(root, other, samples):
+            return False
+        return not any(
+            are_equal(root, other, (sample,)) and not are_equal(root, between, (sample,))
+            for sample in samples
+        )
+    return False
 
 
 def _pieces_of_shapes(
@@ -561,7 +598,7 @@ def _without_counters(
     A script may change these once more without a step, as by an average at its end: only a step
     that goes back, or does not fit the number of a checkpoint between others, is a warning.
     """
-    if not any(_old_optimizers(save, root)):
+    if not any(_old_optimizers(save, of, root)):
         return
     pair = of.save.name, save.neighbours.home.name
     owner = _owner_by_number(steps[0], save.neighbours, pair) if steps else None
@@ -618,7 +655,11 @@ def _of_its_step(
     if moved:
         owner = _owner(now, then, moved, neighbours, pair)
         begin, end = then.counters[moved], now.counters[moved]
-    elif then.own_steps and then.own_steps == now.own_steps and any(_old_optimizers(save, root)):
+    elif (
+        then.own_steps
+        and then.own_steps == now.own_steps
+        and any(_old_optimizers(save, later, root))
+    ):
         # The schedulers are of the later checkpoint, too, or there are none.
         owner = _owner_by_number(then.own_steps[0], neighbours, pair)
         begin, end = map(_number_of, pair)
