@@ -4,7 +4,7 @@ accelerate numbers them in the order of the script and writes whatever their ``s
 So only the checkpoints next to this one show how many there are, and what an object holds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.compared_entries import is_float
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import Shape
 from ckptfix.errors import FormatError
@@ -81,17 +82,18 @@ class _Structure(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """A custom object without its values. ``lists``: those that hold only tensors, such as
-    ``shadow_params`` of an EMA.
+    """A custom object without its values. ``dtypes``: of tensors under keys. ``lists``: those that
+    hold only tensors, such as ``shadow_params`` of an EMA.
     """
 
     structure: _Structure
+    dtypes: Mapping[str, str]
     lists: Mapping[_Keys, tuple[_ListedTensor, ...]]
 
 
 def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
     """Yield the custom objects of another structure than in all checkpoints next to this one, which
-    agree, and those whose lists of tensors differ.
+    agree, and those whose tensors have other dtypes or whose lists of tensors differ.
     """
     own = _outlines(folder)
     manifest = usable_manifest(folder.root)
@@ -106,8 +108,10 @@ def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[
         known = [(is_earlier, outlines.get(path)) for is_earlier, outlines in near]
         of_path = [(is_earlier, there) for is_earlier, there in known if there is not None]
         if len(of_path) == len(near):
-            yield from _other_structure(path, outline.structure, of_path)
-            yield from _other_lists(path, outline.lists, of_path)
+            yield from (*_other_structure(path, outline.structure, of_path),) or (
+                *_other_dtypes(path, outline.dtypes, of_path),
+                *_other_lists(path, outline.lists, of_path),
+            )
 
 
 def _other_structure(
@@ -116,7 +120,8 @@ def _other_structure(
     """Yield that an object has other keys or tensors than in all these checkpoints.
 
     An object may gain keys and tensors during a run, and be empty at first: the newest one that is
-    empty is a note. So only one with other keys than those on both sides have is another one.
+    empty, or lost some tensors, is a note. So only one with other keys than those on both sides
+    have is another one.
     """
     known = {outline.structure for _, outline in near}
     expected = known.pop()
@@ -126,13 +131,53 @@ def _other_structure(
     is_other = bool(own.keys and expected.keys) and own.keys.isdisjoint(expected.keys)
     is_newest = all(is_earlier for is_earlier, _ in near)
     is_emptied = is_newest and bool(expected.keys) and not own.keys
-    if is_between or is_other or is_emptied:
+    is_partial = (
+        is_newest
+        and bool(own.tensors)
+        and own.tensors < expected.tensors
+        and own.keys == expected.keys
+        and not _may_be_samples(shape for _, shape in expected.tensors)
+    )
+    if is_between or is_other or is_emptied or is_partial:
         yield (MisplacedEntry if is_between and is_other else ChangedEntry)(
             path=path,
             holds=f"an object with {_words(own, expected)}",
             expected=f"{_words(expected, own)}, as in {next_to_it(len(near))}",
             effect="load_state fails, or the run continues with the state of another object",
         )
+
+
+def _may_be_samples(shapes: Iterable[Shape]) -> bool:
+    """Return whether tensors may be a queue of any length, as all have one shape."""
+    return len(set(shapes)) < 2
+
+
+def _other_dtypes(
+    path: PurePosixPath, own: Mapping[str, str], near: Sequence[tuple[bool, _Outline]]
+) -> Iterator[ChangedEntry]:
+    """Yield that tensors have another dtype than in all these checkpoints, which agree.
+
+    A count of integers may become a mean: only what was a floating point number is compared.
+    """
+    expected = near[0][1].dtypes
+    converted = [
+        (dtype, wanted)
+        for key, dtype in own.items()
+        if (wanted := expected.get(key, dtype)) != dtype
+        and is_float(wanted)
+        and all(outline.dtypes.get(key) == wanted for _, outline in near)
+    ]
+    if converted:
+        dtype, wanted = converted[0]
+        yield ChangedEntry(
+            path=path,
+            holds=f"{count_of(len(converted), 'tensor')} of {dtype}",
+            expected=f"{wanted}, as in {next_to_it(len(near))}",
+            effect=_OF_TENSORS,
+        )
+
+
+_OF_TENSORS = "load_state fails, or the run continues with these tensors"
 
 
 def _other_lists(
@@ -162,7 +207,7 @@ def _other_lists(
                 path=path,
                 holds=f"{holds} in {name}",
                 expected=f"{wanted}, as in {next_to_it(len(near))}",
-                effect="load_state fails, or the run continues with these tensors",
+                effect=_OF_TENSORS,
             )
             return
 
@@ -172,11 +217,10 @@ def _changed(
 ) -> tuple[str, str] | None:
     """Return in words what a list holds and should hold, None where a healthy run may differ so.
 
-    Tensors of one shape may be a queue of any length, and a first dimension may count samples.
+    A first dimension may count samples.
     """
     if len(own) != len(expected):
-        is_queue = len({tensor.shape for tensor in expected}) < 2
-        if len(own) > len(expected) or is_queue:
+        if len(own) > len(expected) or _may_be_samples(tensor.shape for tensor in expected):
             return None
         return count_of(len(own), "tensor"), f"{len(expected)}"
     for position, (tensor, wanted) in enumerate(zip(own, expected, strict=True)):
@@ -203,14 +247,15 @@ def _outlines(folder: CheckpointFolder) -> dict[PurePosixPath, _Outline]:
                 tensors = frozenset((tensor.fqn, tensor.shape) for tensor in one.tensors)
                 tree = one.content.tree
                 structure = _Structure(text_keys(tree.root), tensors)
-                outlines[one.path] = _Outline(structure, _lists_of_tensors(tree))
+                dtypes = {tensor.fqn: tensor.dtype for tensor in one.tensors}
+                outlines[one.path] = _Outline(structure, dtypes, _lists_of_tensors(tree))
     return outlines
 
 
 def _lists_of_tensors(tree: PickleTree) -> dict[_Keys, tuple[_ListedTensor, ...]]:
     """Return the lists and tuples that hold only tensors of plain dtypes, in nested dicts.
 
-    A deque is left out: it holds the last samples. Raises FormatError as ``read_tensor``.
+    A deque is left out: it holds the last samples. Raises FormatError as ``pairs``.
     """
     known = storages(tree)
     lists: dict[_Keys, tuple[_ListedTensor, ...]] = {}
@@ -240,21 +285,21 @@ def _lists_of_tensors(tree: PickleTree) -> dict[_Keys, tuple[_ListedTensor, ...]
 def _tensors_in(
     items: Sequence[Any], known: Mapping[str, PickledStorage]
 ) -> tuple[_ListedTensor, ...] | None:
-    """Return the tensors of a list, None where it holds anything else."""
-    if not all(map(is_tensor, items)):
-        return None
-    tensors = [read_tensor(_NO_KEY, item, known) for item in items]
-    plain = tuple(_ListedTensor(one.dtype, one.shape) for one in tensors if one is not None)
-    return plain if len(plain) == len(tensors) else None
+    """Return the tensors of a list, None where it holds anything else or a broken tensor."""
+    with suppress(FormatError):
+        tensors = [read_tensor(_NO_KEY, one, known) if is_tensor(one) else None for one in items]
+        plain = tuple(_ListedTensor(one.dtype, one.shape) for one in tensors if one is not None)
+        return plain if len(plain) == len(tensors) else None
+    return None
 
 
 def _words(own: _Structure, expected: _Structure) -> str:
     """Return in words how an object differs from another one."""
     if own.keys == expected.keys:
-        return (
-            f"{count_of(len(own.tensors), 'tensor')}, {len(own.tensors - expected.tensors)} "
-            "of them different"
-        )
+        count = count_of(len(own.tensors), "tensor")
+        if own.tensors <= expected.tensors or own.tensors >= expected.tensors:
+            return count
+        return f"{count}, {len(own.tensors - expected.tensors)} of them different"
     return (
         list_names(sorted(own.keys - expected.keys))
         or f"no {list_names(sorted(expected.keys - own.keys))}"

@@ -59,6 +59,30 @@ def test_a_list_of_tensors_that_differs_is_a_note(kind: str, at: int, tmp_path: 
     assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
 
 
+NAMED = {"1.weight": SHADOW[0], "1.bias": SHADOW[1], "2.weight": SHADOW[2]}
+NAMED_CHANGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "a lost tensor": (
+        {key: NAMED[key] for key in ("1.weight", "1.bias")},
+        "an object with 2 tensors (expected 3 tensors",
+    ),
+    "half precision": (
+        {key: tensor.half() for key, tensor in NAMED.items()},
+        "3 tensors of F16 (expected F32",
+    ),
+}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("kind", NAMED_CHANGED)
+def test_named_tensors_that_differ_are_a_note(kind: str, at: int, tmp_path: Path) -> None:
+    tensors, words = NAMED_CHANGED[kind]
+    states: list[object] = [{"decay": 0.9, "shadow": NAMED} for _ in range(3)]
+    states[at] = {"decay": 0.9, "shadow": tensors}
+    checkpoints = run_of(tmp_path, states)
+    assert told(checkpoints[at]) == [f"note {OBJECT}: it holds {words}, {NEIGHBOURS})"]
+    assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
+
+
 def test_lists_are_compared_wherever_they_are(tmp_path: Path) -> None:
     half = [tensor.half() for tensor in SHADOW]
     nested = run_of(tmp_path / "nested", [{"ema": {"s": one}} for one in (SHADOW, SHADOW, half)])
@@ -93,6 +117,10 @@ HEALTHY_LISTS: dict[str, list[object]] = {
     "parameters that are added last": [SHADOW[:2], SHADOW[:2], SHADOW[:2], SHADOW],
     "a list of no tensors": [[1], [SHADOW[0], 1], [SHADOW[0], 1], SHADOW],
     "nothing yet": [None, SHADOW, SHADOW, SHADOW],
+    "a mean of counts": [{"mean": torch.tensor(at if at < 3 else 0.5)} for at in range(4)],
+    "named losses": [{str(key): torch.ones(1) for key in range(count)} for count in (3, 3, 3, 2)],
+    "named parameters that are added": [{}, {}, NAMED, NAMED],
+    "named parameters that are added last": [{}, {}, {}, NAMED],
     "two precisions": [SHADOW, [tensor.half() for tensor in SHADOW]] * 2,
 }
 
