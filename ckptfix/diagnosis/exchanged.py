@@ -1,5 +1,4 @@
-"""Models and optimizers under the file name of another one, or of another run, and custom objects
-too many.
+"""Models and optimizers under the file name of another one, or of another run.
 
 Accelerate numbers what a script prepares, in the order of the script. So nothing in a folder shows
 which model or optimizer belongs under a number, and the checkpoints next to it do. Neither does a
@@ -22,7 +21,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
 from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config, versions_of
-from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
+from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.compared_entries import ComparedEntry, is_float, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
@@ -34,16 +33,16 @@ from ckptfix.diagnosis.findings.misplaced import (
     RoundedEntry,
 )
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare, saved_optimizers
-from ckptfix.errors import CkptfixError, FormatError
-from ckptfix.formats.pickle_tree import Node, Text, child, items_of, pairs, text_keys
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, bare, saved_optimizers
+from ckptfix.errors import CkptfixError
+from ckptfix.formats.pickle_tree import Node, Text, child, items_of, pairs
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_end, read_entries
 from ckptfix.storage.files import AnyPath, stat_of, store_of
 from ckptfix.storage.reading import open_reader
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of
 
 _ROLES = (Role.MODEL, Role.OPTIMIZER)
 
@@ -190,97 +189,6 @@ def _are_alike(role: Role, compared: Sequence[_Compared]) -> bool:
     ]
     return all(entry.is_alike(expected) for entry, expected in pairs) and (
         role is Role.MODEL or any(role_here is role for role_here, _, _ in compared)
-    )
-
-
-def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
-    """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a
-    file too many.
-
-    A script that registers one more has it in all later checkpoints, so that at an end of the run
-    it is a note. So it is where they have none: the script may have registered objects in this save
-    alone.
-    """
-    own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
-    manifest = usable_manifest(folder.root)
-    if not own or (manifest is not None and manifest.is_of_a_save):
-        return
-    before, after = neighbours.saves()
-    near = [*before, *after]
-    known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
-    surplus = sorted(own.keys() - known)
-    if near and surplus and known <= own.keys():
-        yield (MisplacedEntry if before and after and known else ChangedEntry)(
-            path=own[surplus[0]],
-            holds="a custom object" if len(own) == 1 else f"one of {len(own)} custom objects",
-            expected=f"{len(known) or 'none'}, as in {next_to_it(len(near))}",
-            effect="load_state counts these files and fails",
-            remedy="move the file out of the folder if the save did not write it",
-        )
-
-
-class _Outline(NamedTuple):
-    """The structure of a custom object: the keys of its dict, and its tensors with their shapes."""
-
-    keys: frozenset[str]
-    tensors: frozenset[tuple[str, Shape]]
-
-
-def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
-    """Yield the custom objects of another structure than in all checkpoints next to this one, which
-    agree.
-
-    An object may gain keys and tensors during a run, and be empty at first: the newest one that is
-    empty is a note. So only one with other keys than those on both sides have is another one.
-    """
-    own = _outlines(folder)
-    manifest = usable_manifest(folder.root)
-    if not own or (manifest is not None and manifest.is_of_a_save):
-        return
-    near: list[tuple[bool, dict[PurePosixPath, _Outline]]] = []
-    for neighbour, there in scanned(neighbours.nearest(), Role.CUSTOM):
-        near.append((neighbour.is_earlier, _outlines(there)))
-        if near[-1][1] == own:
-            return
-    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
-    for path, outline in own.items() if len(near) > 1 else ():
-        known = {outlines.get(path) for _, outlines in near}
-        expected = known.pop()
-        if known or expected is None or outline == expected:
-            continue
-        is_other = bool(outline.keys and expected.keys) and outline.keys.isdisjoint(expected.keys)
-        is_newest = all(is_earlier for is_earlier, _ in near)
-        is_emptied = is_newest and bool(expected.keys) and not outline.keys
-        if is_between or is_other or is_emptied:
-            yield (MisplacedEntry if is_between and is_other else ChangedEntry)(
-                path=path,
-                holds=f"an object with {_words(outline, expected)}",
-                expected=f"{_words(expected, outline)}, as in {next_to_it(len(near))}",
-                effect="load_state fails, or the run continues with the state of another object",
-            )
-
-
-def _outlines(folder: CheckpointFolder) -> dict[PurePosixPath, _Outline]:
-    outlines = {}
-    for one in folder.components:
-        if one.role is Role.CUSTOM and isinstance(one.content, TorchFile):
-            # Another finding is about a dict that no pickler writes.
-            with suppress(FormatError):
-                tensors = frozenset((tensor.fqn, tensor.shape) for tensor in one.tensors)
-                outlines[one.path] = _Outline(text_keys(one.content.tree.root), tensors)
-    return outlines
-
-
-def _words(outline: _Outline, other: _Outline) -> str:
-    """Return in words how an object differs from another one."""
-    if outline.keys == other.keys:
-        return (
-            f"{count_of(len(outline.tensors), 'tensor')}, {len(outline.tensors - other.tensors)} "
-            "of them different"
-        )
-    return (
-        list_names(sorted(outline.keys - other.keys))
-        or f"no {list_names(sorted(other.keys - outline.keys))}"
     )
 
 

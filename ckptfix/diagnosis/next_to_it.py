@@ -7,9 +7,10 @@ from ckptfix.checkpoint.dcp import is_of_checkpoint
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.custom_objects import other_objects, surplus_objects
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
 from ckptfix.diagnosis.diagnose import Diagnosis
-from ckptfix.diagnosis.exchanged import diagnose_exchanged, other_objects, surplus_objects
+from ckptfix.diagnosis.exchanged import diagnose_exchanged
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,

@@ -9,7 +9,8 @@ both have, or that lie between two of the later one, are compared. ``total_flos`
 with each step, and is saved and resumed without any log.
 
 accelerate keeps no history. The step of an optimizer only grows, but in a run that went back to an
-earlier checkpoint, or made a new optimizer. Times that rise with the steps, and not with the
+earlier checkpoint, or made a new optimizer. So does that of a scheduler, which is compared where no
+optimizer counts its steps, as SGD. Times that rise with the steps, and not with the
 numbers, show two folders that were exchanged; neither such a run nor a copy in any order has them.
 A checkpoint with fewer steps and the bytes of an earlier one is an old backup, or the first save
 after the run went back: that is told, and changes no choice.
@@ -38,7 +39,9 @@ from ckptfix.checkpoint.samples import (
 )
 from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import saved_optimizers
+from ckptfix.diagnosis.schedules import moves_of
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import AnyPath, StorePath, is_of_listing, names_in
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.reading import read_start
@@ -82,7 +85,7 @@ class History(NamedTuple):
     values.
 
     ``flos``: the floating point operations so far, 0 where they are not counted. ``steps``: those
-    of each optimizer that counts them, in a folder of accelerate.
+    of each optimizer that counts them, in a folder of accelerate, or else of each scheduler.
     """
 
     entries: Mapping[int, Mapping[str, Mapping[str, Any]]]
@@ -92,14 +95,14 @@ class History(NamedTuple):
     steps: Mapping[str, int] = MappingProxyType({})
 
     def has_more_steps(self, later: "History") -> bool:
-        """Return whether each optimizer that both have made more steps here than in a checkpoint
-        with a higher number.
+        """Return whether each optimizer or scheduler that both have made more steps here than in a
+        checkpoint with a higher number.
         """
         both = self.steps.keys() & later.steps.keys()
         return bool(both) and all(self.steps[path] > later.steps[path] for path in both)
 
     def most_steps(self, later: "History") -> int:
-        """Return the most steps of an optimizer that both have, which they must have."""
+        """Return the most steps of what both count, which they must have in common."""
         return max(self.steps[path] for path in self.steps.keys() & later.steps.keys())
 
 
@@ -182,7 +185,9 @@ def _turned_back(
     steps, candidate = max(further, key=itemgetter(0))
     name, furthest = best.path.name, candidate.path.name
     own = newest.most_steps(newest)
-    words = f"{name} is at optimizer step {own}, {furthest} at step {steps}"
+    is_by_optimizer = Role.OPTIMIZER in map(_role_of, newest.steps)
+    counter = "optimizer" if is_by_optimizer else "scheduler"
+    words = f"{name} is at {counter} step {own}, {furthest} at step {steps}"
     nearest = [path for _, path in lower[:_MOST_STEPS]]
     if not isinstance(best.path, StorePath):
         histories = {path: history for path in nearest if (history := read(path)) is not None}
@@ -232,8 +237,12 @@ def _is_copy(checkpoint: AnyPath, earlier: AnyPath) -> bool:
 
 
 def _holds_state(name: str) -> bool:
+    return _role_of(name) in _STATES
+
+
+def _role_of(name: str) -> Role | None:
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.role in _STATES
+    return parsed.role if parsed is not None else None
 
 
 def _saved_last(lower: Sequence[tuple[int, AnyPath]]) -> int:
@@ -283,8 +292,20 @@ def history_of(checkpoint: AnyPath, *, counts_steps: bool = False) -> History | 
 
 def _steps_in(root: AnyPath) -> dict[str, int]:
     folder = scan_folder(root, wanted=lambda file: file.role is Role.OPTIMIZER)
-    steps = {str(saved.path): steps_of(root, saved) for saved in saved_optimizers(folder, ())}
-    return {path: count for path, count in steps.items() if count}
+    counts = {str(saved.path): steps_of(root, saved) for saved in saved_optimizers(folder, ())}
+    steps = {path: count for path, count in counts.items() if count}
+    return steps or _moves_in(root)
+
+
+def _moves_in(root: AnyPath) -> dict[str, int]:
+    """Return the steps of the schedulers that were moved."""
+    folder = scan_folder(root, wanted=lambda file: file.role is Role.SCHEDULER)
+    return {
+        str(component.path): moves
+        for component in folder.components
+        if isinstance(component.content, TorchFile)
+        and (moves := moves_of(component.content.tree.root))
+    }
 
 
 def _contradiction(lower: History, higher: History) -> str:

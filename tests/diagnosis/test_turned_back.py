@@ -69,6 +69,61 @@ def test_exchanged_folders_are_not_taken_by_their_numbers(tmp_path: Path, said: 
     assert f"next: accelerator.load_state('{folder / 'checkpoint_2'}') or" in str(raised.value)
 
 
+def scheduled(folder: Path, *, steps: tuple[int, ...] = (3, 3, 3, 3, 3)) -> Path:
+    """Train with SGD, which counts no steps, and a schedule; a negative number starts a new one."""
+    model = nn.Linear(6, 6)
+    for number, count in enumerate(steps):
+        if number == 0 or count < 0:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        for _ in range(abs(count)):
+            run(model, optimizer, 1)
+            scheduler.step()
+        save(folder / f"checkpoint_{number}", [model], [optimizer, scheduler])
+        dated(folder / f"checkpoint_{number}", number)
+    return folder
+
+
+def test_exchanged_folders_are_told_by_their_schedulers(tmp_path: Path, said: Said) -> None:
+    """SGD counts no steps: a resume took the older folder, and nothing was said."""
+    folder = exchanged(scheduled(tmp_path / "run"))
+    words = (
+        "checkpoint_4 is at scheduler step 9, checkpoint_2 at step 15, and checkpoint_2 was saved "
+        "later"
+    )
+    status, out, _ = said("check", "-r", folder)
+    assert status == 1
+    assert f"{words}; next: give swapped folders their original names" in out
+    with pytest.raises(UsageError, match=words):
+        latest_checkpoint(folder)
+
+
+def test_a_backup_of_a_run_with_a_scheduler_is_told(tmp_path: Path, said: Said) -> None:
+    status, out, _ = said("check", "-r", restored(scheduled(tmp_path / "run")))
+    assert status == 1
+    assert "checkpoint_4 is at scheduler step 6, checkpoint_3 at step 12" in out
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((3, 3, 3, 3, 3), id="only forward"),
+        pytest.param((3, 3, 3, -3, 3), id="a new schedule for a second phase"),
+        pytest.param((1, 0, 1, 0, 0), id="a schedule of epochs"),
+        pytest.param((3, -3, -3, -3, -2), id="a schedule that restarts"),
+    ],
+)
+def test_a_run_with_a_scheduler_is_taken_by_its_numbers(
+    tmp_path: Path, steps: tuple[int, ...], said: Said
+) -> None:
+    folder = scheduled(tmp_path / "run", steps=steps)
+    status, out, _ = said("check", "-r", folder)
+    assert "scheduler step" not in out
+    assert f"resume from {folder / 'checkpoint_4'}, the newest complete one" in out
+    assert status == 0
+    assert latest_checkpoint(folder).name == "checkpoint_4"
+
+
 def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
     tmp_path: Path, said: Said
 ) -> None:

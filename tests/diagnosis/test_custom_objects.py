@@ -1,0 +1,137 @@
+"""Lists of tensors in custom objects are compared with those of the checkpoints next to them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfix import check
+
+HEALTHY = Path("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint")
+OBJECT = "custom_checkpoint_0.pkl"
+Tensors = list[torch.Tensor]
+SHADOW = [torch.ones(3, 2), torch.ones(3), torch.ones(1, 3), torch.ones(1)]
+NEIGHBOURS = "as in 2 neighbouring checkpoints"
+
+
+def run_of(root: Path, states: list[object]) -> list[Path]:
+    """Write a run whose checkpoints have these states of its custom object."""
+    checkpoints = [root / f"checkpoint_{number}" for number in range(len(states))]
+    for path, state in zip(checkpoints, states, strict=True):
+        shutil.copytree(HEALTHY, path)
+        torch.save(state, path / OBJECT)
+    return checkpoints
+
+
+def told(checkpoint: Path) -> list[str]:
+    findings = check(checkpoint).findings
+    return [f"{finding.severity.value} {finding}" for finding in findings]
+
+
+CHANGED: dict[str, tuple[Tensors, str]] = {
+    "a lost tensor": (SHADOW[:3], "3 tensors in 'shadow_params' (expected 4"),
+    "half precision": (
+        [tensor.half() for tensor in SHADOW],
+        "4 tensors of F16 in 'shadow_params' (expected F32",
+    ),
+    "one in half precision": (
+        [*SHADOW[:3], SHADOW[3].half()],
+        "1 tensor of F16 in 'shadow_params' (expected F32",
+    ),
+    "another order": (
+        SHADOW[::-1],
+        "a tensor of shape [1] at position 0 in 'shadow_params' (expected [3, 2]",
+    ),
+}
+"""Averages of an EMA as somebody changed them -> the words of the note."""
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_list_of_tensors_that_differs_is_a_note(kind: str, at: int, tmp_path: Path) -> None:
+    """check called an EMA with three of four averages clean: diffusers loads it silently."""
+    tensors, words = CHANGED[kind]
+    states: list[object] = [{"decay": 0.9, "shadow_params": SHADOW} for _ in range(3)]
+    states[at] = {"decay": 0.9, "shadow_params": tensors}
+    checkpoints = run_of(tmp_path, states)
+    assert told(checkpoints[at]) == [f"note {OBJECT}: it holds {words}, {NEIGHBOURS})"]
+    assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
+
+
+NAMED = {"1.weight": SHADOW[0], "1.bias": SHADOW[1], "2.weight": SHADOW[2]}
+NAMED_CHANGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "a lost tensor": (
+        {key: NAMED[key] for key in ("1.weight", "1.bias")},
+        "an object with 2 tensors (expected 3 tensors",
+    ),
+    "half precision": (
+        {key: tensor.half() for key, tensor in NAMED.items()},
+        "3 tensors of F16 (expected F32",
+    ),
+}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("kind", NAMED_CHANGED)
+def test_named_tensors_that_differ_are_a_note(kind: str, at: int, tmp_path: Path) -> None:
+    tensors, words = NAMED_CHANGED[kind]
+    states: list[object] = [{"decay": 0.9, "shadow": NAMED} for _ in range(3)]
+    states[at] = {"decay": 0.9, "shadow": tensors}
+    checkpoints = run_of(tmp_path, states)
+    assert told(checkpoints[at]) == [f"note {OBJECT}: it holds {words}, {NEIGHBOURS})"]
+    assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
+
+
+def test_lists_are_compared_wherever_they_are(tmp_path: Path) -> None:
+    half = [tensor.half() for tensor in SHADOW]
+    nested = run_of(tmp_path / "nested", [{"ema": {"s": one}} for one in (SHADOW, SHADOW, half)])
+    (note,) = told(nested[2])
+    assert "4 tensors of F16 in 'ema.s'" in note
+    plain = run_of(tmp_path / "plain", [tuple(one) for one in (SHADOW, SHADOW, half)])
+    (note,) = told(plain[2])
+    assert "4 tensors of F16 in its list" in note
+
+
+def test_only_a_list_between_two_checkpoints_may_not_be_empty(tmp_path: Path) -> None:
+    """A script flushes collected gradients before its last save."""
+    states: list[object] = [{"grads": SHADOW}, {"grads": []}, {"grads": SHADOW}, {"grads": SHADOW}]
+    (note,) = told(run_of(tmp_path / "between", states)[1])
+    assert "0 tensors in 'grads' (expected 4" in note
+    last = run_of(tmp_path / "last", [states[0], states[0], states[1]])
+    assert [told(path) for path in last] == [[]] * 3
+
+
+def rows(*counts: int) -> Tensors:
+    """Return tensors with these first dimensions."""
+    return [torch.ones(count, 2) for count in counts]
+
+
+HEALTHY_LISTS: dict[str, list[object]] = {
+    "losses": [rows(*[1] * count) for count in (1, 2, 3, 4)],
+    "losses without a dimension": [[torch.tensor(1.0)] * count for count in (2, 2, 1, 2)],
+    "a queue": [rows(*[3] * count) for count in (4, 4, 2, 4)],
+    "a replay buffer": [[torch.ones(count, 2), torch.ones(count)] for count in (2, 2, 4, 2)],
+    "the last batch": [rows(8, 8, 4), rows(8, 8, 4), rows(8, 4, 8), rows(8, 8, 4)],
+    "parameters that are added": [SHADOW[:2], SHADOW, SHADOW, SHADOW],
+    "parameters that are added last": [SHADOW[:2], SHADOW[:2], SHADOW[:2], SHADOW],
+    "a list of no tensors": [[1], [SHADOW[0], 1], [SHADOW[0], 1], SHADOW],
+    "nothing yet": [None, SHADOW, SHADOW, SHADOW],
+    "a mean of counts": [{"mean": torch.tensor(at if at < 3 else 0.5)} for at in range(4)],
+    "named losses": [{str(key): torch.ones(1) for key in range(count)} for count in (3, 3, 3, 2)],
+    "named parameters that are added": [{}, {}, NAMED, NAMED],
+    "named parameters that are added last": [{}, {}, {}, NAMED],
+    "two precisions": [SHADOW, [tensor.half() for tensor in SHADOW]] * 2,
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY_LISTS)
+def test_a_list_that_changes_during_a_run_is_healthy(kind: str, tmp_path: Path) -> None:
+    checkpoints = run_of(tmp_path, [{"kept": value} for value in HEALTHY_LISTS[kind]])
+    assert [told(path) for path in checkpoints] == [[]] * 4
+
+
+def test_two_checkpoints_show_nothing(tmp_path: Path) -> None:
+    """Either of the two may be the changed one."""
+    checkpoints = run_of(tmp_path, [{"kept": SHADOW}, {"kept": SHADOW[:2]}])
+    assert [told(path) for path in checkpoints] == [[], []]
