@@ -118,6 +118,9 @@ def _near(
                 yield neighbour.is_earlier, neighbour.name, differences
                 return
             scan = scan_folder(there, wanted=lambda file: file.is_of_library)
+            if _dtypes(folder) != _dtypes(scan):
+                # Weights of another precision are told themselves.
+                differences = frozenset(one for one in differences if not _is_dtype(one))
             if _shapes(folder) == _shapes(scan):
                 yield neighbour.is_earlier, neighbour.name, differences
 
@@ -157,6 +160,19 @@ def _in_words(value: object) -> str:
 
 def _is_size(difference: _Difference) -> bool:
     return _SIZES.fullmatch(difference.setting.rpartition(".")[2]) is not None
+
+
+def _is_dtype(difference: _Difference) -> bool:
+    return difference.setting.rpartition(".")[2] in ("dtype", "torch_dtype")
+
+
+def _dtypes(folder: CheckpointFolder) -> set[str]:
+    return {
+        tensor.dtype
+        for component in folder.components
+        if component.name.is_of_library
+        for tensor in component.tensors
+    }
 
 
 def _shapes(folder: CheckpointFolder) -> Counter[Shape]:

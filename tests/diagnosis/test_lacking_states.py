@@ -173,8 +173,8 @@ def test_a_subclass_may_do_without_a_moment_alone(
 
     rewrite(root / "optimizer.bin", drop)
     assert found(root) == [
-        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}': 0, 1, 2 and 3 "
-        "more"
+        f"missing-moments: optimizer.bin: 6 of 6 parameters have no usable '{gone}' (parameters 0, "
+        "1, 2 and 3 more)"
     ]
     (finding,) = check(root).findings
     assert finding.severity is severity
@@ -219,8 +219,8 @@ def test_a_dcp_folder_without_a_state_of_all_parameters(tmp_path: Path) -> None:
         no_dist=True,
     )
     assert found(root) == [
-        "missing-moments: optimizer_0: 6 of 6 parameters have no usable 'exp_avg_sq': '0.weight', "
-        "'0.bias', '1.weight' and 3 more"
+        "missing-moments: optimizer_0: 6 of 6 parameters have no usable 'exp_avg_sq' (parameters "
+        "'0.weight', '0.bias', '1.weight' and 3 more)"
     ]
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
         dcp.load(
@@ -242,6 +242,6 @@ def test_a_bundle_without_a_state_of_all_parameters(tmp_path: Path) -> None:
         del states["exp_avg_sq"]
     torch.save(content, tmp_path / "epoch_1.pt")
     assert found(tmp_path) == [
-        "missing-moments: epoch_1.pt: optimizer: 6 of 6 parameters have no usable 'exp_avg_sq': 0, "
-        "1, 2 and 3 more"
+        "missing-moments: epoch_1.pt: optimizer: 6 of 6 parameters have no usable 'exp_avg_sq' "
+        "(parameters 0, 1, 2 and 3 more)"
     ]

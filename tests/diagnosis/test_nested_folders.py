@@ -84,7 +84,7 @@ def test_a_folder_that_holds_more_is_named(saved: Path, tmp_path: Path, name: st
     inner = Path(shutil.copytree(saved, tmp_path / "run/checkpoint_10"))
     (inner.parent / name).parent.mkdir(exist_ok=True)
     (inner.parent / name).write_bytes(b"x")
-    with pytest.raises(UsageError, match="name one of them"):
+    with pytest.raises(UsageError, match="name the one that is a checkpoint"):
         check(inner.parent)
 
 

@@ -376,7 +376,9 @@ def test_frozen_and_unused_parameters_in_a_group_are_a_note(tmp_path: Path) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     root = save(tmp_path / "checkpoint", [model], [optimizer])
-    assert found(root) == ["missing-moments: optimizer.bin: 1 of 7 parameters has no moments: 0"]
+    assert found(root) == [
+        "missing-moments: optimizer.bin: 1 of 7 parameters has no moments (parameter 0)"
+    ]
     assert check(root).status == 0
 
 
@@ -704,7 +706,7 @@ def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path
     assert [sorted(group) for group in optimizer.groups] == [sorted(optimizer.states)]
     lacking = replace(optimizer, states=dict(list(optimizer.states.items())[1:]))
     (finding,) = contradictions(lacking)
-    assert str(finding) == "optimizer_0: 1 of 5 parameters has no moments: '0.weight'"
+    assert str(finding) == "optimizer_0: 1 of 5 parameters has no moments (parameter '0.weight')"
 
 
 class Temperature(torch.nn.Module):  # type: ignore[misc]

@@ -182,7 +182,7 @@ def test_what_is_said_of_states_and_options(checkpoint: Path) -> None:
         ),
         (
             "missing-moments: optimizer.bin: 2 of 6 parameters have no usable 'exp_avg_sq', "
-            "'step': 4, 5"
+            "'step' (parameters 4, 5)"
         ),
     ]
     assert check(checkpoint).status == 1
@@ -332,7 +332,7 @@ def test_one_parameter_alone_in_its_group_lacks_a_state(tmp_path: Path) -> None:
     root = save(tmp_path / "checkpoint", [model], [optimizer])
     rewrite(root / "optimizer.bin", lambda state: state["state"][2].pop("step"))
     assert found(root) == [
-        "missing-moments: optimizer.bin: 1 of 6 parameters has no usable 'step': 2"
+        "missing-moments: optimizer.bin: 1 of 6 parameters has no usable 'step' (parameter 2)"
     ]
 
 
@@ -481,7 +481,9 @@ def test_the_load_of_adagrad_reads_the_step_of_the_first_parameter(tmp_path: Pat
         sentence = (
             f"missing-moments: optimizer.bin: 1 of 6 parameters has no {'usable ' * is_refused}"
         )
-        assert found(root) == [sentence + ("'step': 0" if is_refused else "moments: 3")]
+        assert found(root) == [
+            sentence + ("'step' (parameter 0)" if is_refused else "moments (parameter 3)")
+        ]
         assert check(root).status == is_refused
     torch.save(healthy | {"state": {}}, root / "optimizer.bin")
     assert not fails(MAKERS["adagrad"], torch.load(root / "optimizer.bin"))
@@ -576,7 +578,7 @@ def test_moments_under_a_string_are_dropped(checkpoint: Path) -> None:
             "inconsistent-groups: optimizer.bin: moments are stored under the string '1', but "
             "param groups list numbers"
         ),
-        "missing-moments: optimizer.bin: 1 of 6 parameters has no moments: 1",
+        "missing-moments: optimizer.bin: 1 of 6 parameters has no moments (parameter 1)",
     ]
     assert "a load drops these moments" in check(checkpoint).findings[0].advice
     model = net()
@@ -921,7 +923,8 @@ def test_a_dcp_folder_without_a_state_of_one_parameter(tmp_path: Path) -> None:
         no_dist=True,
     )
     assert found(root) == [
-        "missing-moments: optimizer_0: 1 of 6 parameters has no usable 'exp_avg_sq': '2.weight'"
+        "missing-moments: optimizer_0: 1 of 6 parameters has no usable 'exp_avg_sq' (parameter "
+        "'2.weight')"
     ]
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
         dcp.load(

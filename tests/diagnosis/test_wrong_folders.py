@@ -252,7 +252,7 @@ def test_a_rank_that_wrote_shards_and_has_no_random_states(tmp_path: Path) -> No
     assert told(root) == [
         (
             "incomplete-checkpoint: random_states_1.pkl is missing: "
-            "pytorch_model_fsdp_0/__1_0.distcp exists"
+            "pytorch_model_fsdp_0/__1_0.distcp shows that at least 2 processes saved"
         )
     ]
     # On a node with a disk of its own there are neither.

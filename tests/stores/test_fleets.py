@@ -81,8 +81,11 @@ def test_a_listing_is_looked_through_as_folders_are(
         one["not_checked"] = [
             text for text in words if not text.startswith("local headers of records")
         ]
+        # Two objects of this store never have one ETag, and more is not compared there.
+        one["findings"] = [each for each in one.get("findings", ()) if each["code"] != "stale-save"]
         if "counts" in one:
             one["counts"]["not_checked"] = len(one["not_checked"])
+            one["counts"]["notes"] = sum(each["severity"] == "note" for each in one["findings"])
     assert json.loads(json.dumps(here).replace(str(runs), url)) == there
     assert len(there) == 12
     missing = next(one for one in there if one["path"].endswith("one/checkpoint_3"))

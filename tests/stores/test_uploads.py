@@ -156,8 +156,8 @@ def test_the_slips_of_a_new_user_are_named_and_nothing_is_uploaded(
             "run",
             url,
             (
-                r"run has no checkpoint files, but 1 folder \('checkpoint_0'\): name one of"
-                r" them"
+                r"run has no checkpoint files, but 1 folder \('checkpoint_0'\); name the one "
+                r"that is a checkpoint"
             ),
         ),
         ("run/checkpoint_0", "copy", "copy is neither a URL, such as s3://"),

@@ -136,7 +136,7 @@ def test_a_difference_within_the_tolerance_is_equal_and_said(tmp_path: Path) -> 
     assert diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rtol=1e-4).status == 1
     report = diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rtol=1e-2)
     assert report.status == 0
-    assert report.summary == "1 within tolerance"
+    assert report.summary == "model tensors: 1 within tolerance"
     assert diff(tmp_path / "a.safetensors", tmp_path / "c.safetensors").status == 1
     assert diff(tmp_path / "a.safetensors", tmp_path / "c.safetensors", atol=0).status == 0
     for bad in (-1.0, math.nan):
@@ -251,7 +251,7 @@ def test_other_layouts(tmp_path: Path) -> None:
     plain["t"][399, 299] += 2
     save_file(plain, tmp_path / "b.safetensors")
     report = diff(tmp_path / "a.bin", tmp_path / "b.safetensors")
-    assert report.summary == "2 with equal bytes, 1 with different values"
+    assert report.summary == "model tensors: 2 with equal bytes, 1 with different values"
     tally = by_name(report)["t"].tally
     assert tally is not None
     assert (tally.differing, tally.elements) == (1, 120_000)
