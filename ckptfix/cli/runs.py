@@ -222,7 +222,7 @@ class Runs:
         copies: set[AnyPath] = set()
 
         def look_for_clean(path: AnyPath, number: int) -> Candidate:
-            if self._has_problems(run, path) or path in copies:
+            if self._has_problems(run, path) or path in copies or path in self._different:
                 return Candidate(path=path, number=number, problem="check found problems")
             return look(path, number)
 
@@ -253,16 +253,16 @@ class Runs:
             )  # fmt: skip
         best, problem = choice.best.path, ""
         clean: AnyPath | None = None
-        is_doubted = self._has_problems(run, best)
+        is_doubted, is_different = self._has_problems(run, best), best in self._different
         if is_doubted:
             problem = "but check found problems in it (see above)"
         elif told is not None and told.copied:
             problem = f"but it is {told.copied} an earlier one (see above)"
-        elif best in self._different:
+        elif is_different:
             problem = "which differs from its neighbours (see above)"
         elif best.is_symlink():
             problem = "but it is a symbolic link, which check -r does not follow"
-        if is_doubted or (told is not None and told.copied):
+        if is_doubted or is_different or (told is not None and told.copied):
             while (sound := choose(run, look=look_for_clean, read=read)) and sound.best:
                 if sound.told is None or not sound.told.copied:
                     clean = sound.best.path

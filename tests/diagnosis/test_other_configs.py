@@ -154,7 +154,7 @@ def test_a_setting_that_a_script_changed_is_a_note_for_its_first_save(
     assert "3 checkpoints: 1 with differences, 2 clean" in words
     assert words.endswith(
         f"resume from {run}/checkpoint-3, the newest complete one, which differs from its "
-        "neighbours (see above)\n"
+        f"neighbours (see above); the newest one without problems: {run}/checkpoint-2\n"
     )
     shutil.copytree(run / "checkpoint-3", run / "checkpoint-4")
     assert [told(root) for root in sorted(run.iterdir())] == [[]] * 4
