@@ -592,6 +592,20 @@ def test_shards_whose_index_nobody_can_follow(text: str | None, words: str, tmp_
     ]
 
 
+def test_a_config_that_rounds_the_weights(tmp_path: Path) -> None:
+    """transformers 5 loads in the dtype of the config, and says nothing."""
+    of_transformers("llama", llama()).save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for dtype, rounded in (("float32", ""), ("bfloat16", "float32 to bfloat16")):
+        reconfigure(tmp_path, dtype=dtype)
+        outcome = ask(asked(load_of(tmp_path)))
+        assert (outcome.status, outcome.rounded) == (0, rounded)
+        assert (rounded in "".join(map(str, outcome.lines()))) is True
+        model = LlamaForCausalLM.from_pretrained(tmp_path)
+        assert str(model.dtype) == f"torch.{dtype}"
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
 def test_a_config_that_the_library_cannot_read(tmp_path: Path) -> None:
     """A byte order mark: the load fails, and the outcome was that nothing stays random."""
     llama().save_pretrained(tmp_path)

@@ -128,12 +128,23 @@ def _of_transformers(
         mismatched=_mismatches(info["mismatched_keys"]),
         refused=refused,
         unknown=(*_unknown(model, named, config, tensors), *unknown),
+        rounded=_rounded(model, tensors),
     )
     if config.get("quantization_config") and outcome.status:
         raise Unchecked(
             "quantized weights: their layers are built differently on a device than without one"
         )
     return outcome
+
+
+def _rounded(model: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return in words that the model takes the dtype in its config, as transformers 5 does without
+    the argument ``dtype``, and that the file has a wider one.
+    """
+    floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    widest = max(floats, key=lambda dtype: dtype.itemsize, default=model.dtype)
+    names = (str(dtype).removeprefix("torch.") for dtype in (widest, model.dtype))
+    return " to ".join(names) if model.dtype.itemsize < widest.itemsize else ""
 
 
 def _ensure_own_code(config: Mapping[str, Any], name: str) -> None:

@@ -24,7 +24,8 @@ class LoadOutcome(NamedTuple):
     None for anything else than an adapter. ``refused``: the library's own words where it fails.
     ``unknown``: what no load on the meta device shows. ``unchecked``: why there is no answer.
     ``contradicts``: findings from headers alone that the load shows to be wrong, in words.
-    ``components``: the number of those that a pipeline takes, None for anything else.
+    ``components``: the number of those that a pipeline takes, None for anything else. ``rounded``:
+    the dtype of the file and the narrower one of the model, "" where no value is rounded.
     """
 
     path: str
@@ -41,6 +42,7 @@ class LoadOutcome(NamedTuple):
     unchecked: str = ""
     contradicts: tuple[str, ...] = ()
     components: int | None = None
+    rounded: str = ""
 
     @property
     def status(self) -> int:
@@ -99,6 +101,8 @@ class LoadOutcome(NamedTuple):
                 f"    wrong shape: {count_of(len(self.mismatched), 'key')}, such as {key!r} "
                 f"(expected {list(expected)}, found {list(shape)})"
             )
+        if self.rounded:
+            yield line(f"    values are rounded: {self.rounded}, the dtype in the config")
         if self.refused:
             yield line(f"    the load fails: {self.refused}")
         if self.status:
