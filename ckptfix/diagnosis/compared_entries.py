@@ -177,7 +177,7 @@ class ComparedEntry(NamedTuple):
                 renamed = sorted(self.shapes.keys() - entry.shapes.keys())
                 words = f"{len(renamed)} of {count_of(len(self.keys), 'key')}"
                 key = _most_alike(renamed[0], self.shapes, entry.shapes)
-                return f"{words} renamed, such as {renamed[0]!r}", repr(key)
+                return f"{words} under a different name, such as {renamed[0]!r}", repr(key)
             if lost := self.lost_part(entry):
                 words = f"{count_of(len(self.keys), 'tensor')}, without {lost!r}"
                 return words, count_of(len(entry.keys), "tensor")

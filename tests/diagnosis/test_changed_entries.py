@@ -199,7 +199,7 @@ def test_keys_that_only_the_newest_checkpoint_lacks_are_a_warning(
         str(finding)
         == {
             "a key renamed": (
-                "model.safetensors: it holds 1 of 9 keys renamed, such as 'last.bais' (expected "
+                "model.safetensors: it holds 1 of 9 keys under a different name, such as 'last.bais' (expected "
                 "'last.bias', as in 2 neighbouring checkpoints)"
             ),
             "a running mean lost": (

@@ -203,7 +203,9 @@ def test_keys_that_another_version_may_have_renamed_are_a_note(
         (root / "config.json").write_text(json.dumps(config))
     ((severity, sentence),) = told(root)
     assert severity == ("note" if is_upgraded else "warning")
-    assert "2 of 25 keys renamed, such as 'bert.poler.dense.bias' (expected" in sentence
+    assert (
+        "2 of 25 keys under a different name, such as 'bert.poler.dense.bias' (expected" in sentence
+    )
 
 
 def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
@@ -310,7 +312,10 @@ def test_an_adapter_that_alone_lost_its_prefix(number: int, adapted: Path, tmp_p
     ((severity, sentence),) = told(root)
     assert severity == ("note" if number == 1 else "warning")
     key = "bert.encoder.layer.0.attention.self.query.lora_A.weight"
-    assert f"2 of 2 keys renamed, such as {key!r} (expected 'base_model.model.{key}'" in sentence
+    assert (
+        f"2 of 2 keys under a different name, such as {key!r} (expected 'base_model.model.{key}'"
+        in sentence
+    )
     assert sum(map(len, map(told, run.iterdir()))) == 1
     repair(root, policy=Policy(allow=frozenset({"dead-adapter"})))
     assert told(root) == []
