@@ -36,7 +36,7 @@ from ckptfix.diagnosis.findings.inconsistent import DeadScaler
 from ckptfix.diagnosis.findings.misplaced import (
     EFFECTS_ON_LIBRARIES,
     EFFECTS_ON_TORCH,
-    ChangedEntry,
+    CopiedRandomStates,
     EmptyExport,
     RenamedState,
     StatesWithoutStep,
@@ -362,8 +362,7 @@ def _renamed(
             is_free = role in (Role.MODEL, Role.TRAINING_ARGUMENTS)
             is_judged = is_exchanged or (role is Role.CUSTOM if is_same_role else not is_free)
             if is_copy and role is Role.RNG_STATE:
-                # A script that goes on with more ranks may have copied it.
-                yield ChangedEntry(
+                yield CopiedRandomStates(
                     path=path,
                     holds=f"the random states of {partner}, so two processes draw the same numbers",
                     expected="its own",

@@ -22,6 +22,8 @@ def test_random_states_that_were_copied_from_another_rank(tmp_path: Path) -> Non
     assert (finding.severity, finding.path.name) == (Severity.NOTE, "random_states_1.pkl")
     assert "the random states of random_states_0.pkl" in str(finding)
     assert "two processes draw the same numbers" in str(finding)
+    assert "If the run has more processes now" in finding.advice
+    assert not finding.differs, "from no neighbour"
 
 
 def test_a_gradient_scaler_that_was_off_is_not_judged(tmp_path: Path) -> None:

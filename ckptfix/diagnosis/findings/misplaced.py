@@ -94,6 +94,22 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     differs = True
 
 
+class CopiedRandomStates(MisplacedEntry, frozen=True):
+    """The random states of another rank, which a script that goes on with more ranks may have
+    copied.
+    """
+
+    severity = Severity.NOTE
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring the states of this rank."""
+        return (
+            f"{self.effect}: copy the file again from its source. If the run has more processes "
+            "now than before, ignore this"
+        )
+
+
 class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
     """The newest model with renamed keys, or without a part of a module, next to the optimizer of
     the checkpoints before it. ``script``: the last of these.
