@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from safetensors.torch import load_file
 
 from ckptfix import OperationError, UsageError, migrate
@@ -39,6 +39,8 @@ PAIRS = list(itertools.product(FORMATS, FORMATS))
 def test_there_and_back_is_identity(
     tmp_path_factory: pytest.TempPathFactory, first: str, second: str, state: StateDict
 ) -> None:
+    # Hypothesis takes strings from the code, too; a source of flattened parameters is refused.
+    assume(not any("_flat_param" in key for key in state))
     with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as name:
         folder = Path(name)
         torch.save(state, folder / "source.bin")

@@ -20,12 +20,12 @@ class Kept(torch.nn.Module):  # type: ignore[misc]
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return str(tensor.detach().tolist())
+    return str(tuple(tensor.shape))
 
 
 def test_modules_without_tensors_to_list_are_left_out() -> None:
     alive = [Kept(), Bare(), torch.nn.LazyLinear(2), torch.nn.Module.__new__(Kept)]
     digests = digests_of_unprepared((), set(), digest)
-    assert digests["weight of Kept"] == "[1.0, 1.0]"
+    assert digests["weight of Kept"] == "(2,)"
     assert not [name for name in digests if "later" in name or name.endswith("of Bare")]
     assert len(alive) == 4

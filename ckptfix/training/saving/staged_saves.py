@@ -626,12 +626,20 @@ def _replace(source: Path, place: Path) -> None:
     for parent in reversed(place.parents):
         if os.path.lexists(parent) and not parent.is_dir():
             parent.unlink()  # a file of an earlier save where this one has a folder
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_dir() and not place.is_symlink():
-        for root, _, _ in os.walk(place, topdown=False):
-            with suppress(OSError):  # somebody's files are in there: then replacing fails
-                os.rmdir(root)
-    os.replace(source, place)
+    while True:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.is_dir() and not place.is_symlink():
+            for root, _, _ in os.walk(place, topdown=False):
+                with suppress(OSError):  # somebody's files are in there: then replacing fails
+                    os.rmdir(root)
+        try:
+            os.replace(source, place)
+            return
+        except FileNotFoundError:
+            # The main process renamed its folder over the empty one that was made here: a name
+            # looked up before leads into a removed folder.
+            if not os.path.lexists(source):
+                raise
 
 
 def _remove(path: Path) -> None:
