@@ -86,8 +86,7 @@ several.
     metavar="ROLE=N|FILE",
     help=(
         f"ROLE=N: like --models N, for {', '.join(KEEPABLE)}. FILE: keep this file or index of a "
-        "model "
-        "that is stored twice."
+        "model that is stored twice."
     ),
 )
 @click.option("--keys", type=click.Choice([keys.value for keys in Keys]), default=Keys.AUTO.value, show_default=True,

@@ -285,10 +285,9 @@ def not_checked_of(plan: MigrationPlan) -> tuple[str, ...]:
         )
         words.append(
             "whether tied weights lack their second key: safetensors files leave it out, no "
-            "manifest "
-            f"of a guarded save lists it, and {reader} needs every key; if a key is missing, save "
-            "the source again with ckptfix.Accelerator, or load it into its model and save the "
-            "model"
+            f"manifest of a guarded save lists it, and {reader} needs every key; if a key is "
+            "missing, save the source again with ckptfix.Accelerator, or load it into its model "
+            "and save the model"
         )
     return tuple(words)
 

@@ -504,10 +504,8 @@ def planned_model(
     if weights.nested:
         raise OperationError(
             f"{weights.label}: {list_names(weights.nested)}: nested dicts of tensors, which the "
-            "new "
-            "model cannot store next to its own tensors; next: load the file with torch, and save "
-            "only "
-            "the model's state dict"
+            "new model cannot store next to its own tensors; next: load the file with torch, and "
+            "save only the model's state dict"
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(

@@ -43,14 +43,12 @@ _NEW_CYCLE = (
 _STEP_STAYS = (
     "random_states_*.pkl: copied unchanged, with accelerator.step = {step}, which counts batches "
     "within gradient accumulation; unless it is a multiple of gradient_accumulation_steps, the "
-    "first "
-    "step uses fewer batches; next, unless the guard of ckptfix resumes the run: set "
+    "first step uses fewer batches; next, unless the guard of ckptfix resumes the run: set "
     "accelerator.step = 0 after load_state"
 )
 _BY_HAND = (
     "use Accelerator(step_scheduler_with_optimizer=False), and when accelerator.sync_gradients is "
-    "true, "
-    "call scheduler.step()"
+    "true, call scheduler.step()"
 )
 
 
@@ -203,8 +201,7 @@ def _other_paces(
             f"{path.name}: {shown}; Accelerate advanced it by {before} at each "
             f"step{unless}; a scheduler owned by DeepSpeed's engine (from ds_config, or a "
             "DummyScheduler) would continue from there, but advance by only 1 at each step; next: "
-            "prepare() a torch "
-            "scheduler in the script; it continues as before"
+            "prepare() a torch scheduler in the script; it continues as before"
         )
 
 

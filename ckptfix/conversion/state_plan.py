@@ -247,9 +247,8 @@ class _Planning:
                 f"whether the parameters of {list_names(self._unordered)} are in the model's "
                 "order: FSDP1 without use_orig_params uses a different one, the loader of "
                 f"{self._strategy.value} matches by position, and weights sorted by name do not "
-                "show the "
-                "order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
-                "(model, optimizer) of the new run"
+                "show the order; next, to be sure: --model MODULE:FACTORY with a factory that "
+                "returns (model, optimizer) of the new run"
             )
         if self._strategy is Strategy.DDP or self._built is None or self._built.optimizers:
             return
@@ -351,10 +350,8 @@ class _Planning:
                 f"{state.label}: {count_of(len(frozen), 'frozen parameter')} "
                 f"({list_names(frozen)}): DeepSpeed leaves frozen parameters out of its param "
                 "groups; if the script passes them to its optimizer, loading fails, or FSDP "
-                "assigns "
-                "moments to the wrong parameters; next, in that case: --model MODULE:FACTORY with "
-                "a "
-                "factory that returns (model, optimizer)"
+                "assigns moments to the wrong parameters; next, in that case: --model "
+                "MODULE:FACTORY with a factory that returns (model, optimizer)"
             )
 
     def _frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:

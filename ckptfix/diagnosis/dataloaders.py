@@ -34,8 +34,7 @@ def unjudged_loaders(case: Case) -> Iterator[str]:
         ):
             yield (
                 f"{component.path}: not a state of torchdata's StatefulDataLoader; a load of it "
-                "fails "
-                "at its first batch"
+                "fails at its first batch"
             )
 
 

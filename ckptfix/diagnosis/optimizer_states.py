@@ -170,8 +170,7 @@ def diagnose_optimizers(
                 f"whether the checkpoint has all weights of {optimizer.path}: "
                 f"{len(strange)} of its parameters cannot be "
                 f"{'a LoRA matrix' if len(strange) == 1 else 'LoRA matrices'}; some scripts save "
-                "such "
-                "weights, for example embeddings, elsewhere"
+                "such weights, for example embeddings, elsewhere"
             )
         if not findings and not _counts_on(optimizer):
             # FSDP's rekey_optim_state_dict leaves such numbers, too.

@@ -176,6 +176,5 @@ def unchecked_parts(case: Case) -> Iterator[str]:
         if not has_hole and (absent := absent_files(group.members)):
             yield (
                 f"whether {list_names(map(str, absent))} should exist: other ranks have such "
-                "files, but no "
-                "tensor has a gap, and a rank without parts saves no file"
+                "files, but no tensor has a gap, and a rank without parts saves no file"
             )

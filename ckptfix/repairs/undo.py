@@ -108,8 +108,7 @@ def undo(
                 raise UsageError(f"{target.path}: there is no repair to undo")
             raise UsageError(
                 f"{target.path}: there is no repair of this path to undo; its journal has a repair "
-                "of "
-                f"{', '.join(others)}; name that path instead"
+                f"of {', '.join(others)}; name that path instead"
             )
         last = done[-1]
         if is_elsewhere(target.root, last):

@@ -155,15 +155,14 @@ def _check_unchanged(
             )
             raise ChangedError(
                 f"{root / path}: changed since repair {number} ({sizes}sha256 of its first and "
-                "last bytes: "
-                f"expected {left.sha256[:12]}, found {now.sha256[:12]}); {_advice(root)}"
+                f"last bytes: expected {left.sha256[:12]}, found {now.sha256[:12]}); "
+                f"{_advice(root)}"
             )
         digest = samples_digest(full) if now.kind == "file" else ""
         if samples.get(path, digest) != digest:
             raise ChangedError(
                 f"{root / path}: changed since repair {number} (sha256 of sampled pages in its "
-                "middle: "
-                f"expected {samples[path][:12]}, found {digest[:12]}); {_advice(root)}"
+                f"middle: expected {samples[path][:12]}, found {digest[:12]}); {_advice(root)}"
             )
         if now != left:
             any_time = True

@@ -312,9 +312,9 @@ class _Plan:
                 have = list(value.shape) if isinstance(value, StoredTensor) else "no tensor"
                 raise OperationError(
                     f"{label}: its shape differs from that of its parameter (expected "
-                    f"{list(shapes[name])}, "
-                    f"found {have}); ZeRO partitions states like parameters, but 8-bit optimizers, "
-                    "Adafactor and Shampoo have other shapes; next: --to ddp, fsdp or fsdp-full"
+                    f"{list(shapes[name])}, found {have}); ZeRO partitions states like parameters, "
+                    "but 8-bit optimizers, Adafactor and Shampoo have other shapes; next: --to "
+                    "ddp, fsdp or fsdp-full"
                 )
             elif value.dtype not in _EXACT:
                 raise OperationError(

@@ -508,8 +508,8 @@ def _exercised(probe: Probe) -> Iterator[str]:
         )
     if probe.at_once:
         yield (
-            "both directions of each link at once; "
-            f"{probe.at_once} ordered pairs at once, {count_of(ROUNDS, 'round')}"
+            f"both directions of each link at once; {probe.at_once} ordered pairs at once, "
+            f"{count_of(ROUNDS, 'round')}"
         )
 
 

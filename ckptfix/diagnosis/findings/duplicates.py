@@ -56,8 +56,7 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         return (
             f"{need}\nbefore you resume: prepare the model once, or start the script with: ckptfix "
             f"run SCRIPT (the unchanged script cannot load the repaired folder)\n{WRONG_IF}; "
-            "ckptfix "
-            "undo DIR undoes a repair"
+            "ckptfix undo DIR undoes a repair"
         )
 
 

@@ -162,14 +162,12 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             again = f"again{'' if 'random_states_0.pkl' in self.missing else fewer}"
             return (
                 "load_state restores neither random states nor accelerator.step, and only logs "
-                "that; copy "
-                f"{self._them} {again}"
+                f"that; copy {self._them} {again}"
             )
         return (
             f"load_state fails without {self._what}; copy {self._them} again, or resume from a "
             "complete checkpoint; if the script has no such object, ignore this: load_state does "
-            "not "
-            "look for its file"
+            "not look for its file"
         )
 
     @property

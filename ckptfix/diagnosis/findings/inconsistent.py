@@ -404,8 +404,7 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
                 "the resume or the next optimizer step fails, or weights silently start from "
                 f"scratch: {other_run}, or resume from another checkpoint. If the script passes "
                 "extra parameters to the optimizer that are not in the model, and saves them "
-                "itself, "
-                "ignore this"
+                "itself, ignore this"
             )
         if self.is_bare:
             return (

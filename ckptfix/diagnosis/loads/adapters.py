@@ -446,8 +446,7 @@ def _rows(load: Load) -> Iterator[IncompleteAdapter]:
             if isinstance(wanted, list) and count != (len(wanted),):
                 lacks = (
                     f"{module} has {series([*map(str, count)])} trained rows (expected "
-                    f"{len(wanted)}, "
-                    f"from {setting} in adapter_config.json)"
+                    f"{len(wanted)}, from {setting} in adapter_config.json)"
                 )
                 break
     if lacks:
