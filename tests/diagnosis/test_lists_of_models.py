@@ -128,7 +128,7 @@ def test_an_adapter_without_its_config(
     )
     assert (
         finding.advice
-        == "PeftModel.from_pretrained fails without it; copy it again from where the adapter came"
+        == "PeftModel.from_pretrained fails without it; copy it again from the adapter's source"
     )
     assert said("check", folder)[0] == said("check", "-r", folder)[0] == 1
 

@@ -122,8 +122,8 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
             return "copy it again, or resume from a complete checkpoint"
         if self.missing == (ADAPTER,) and not self.of_trainer:
             return (
-                "PeftModel.from_pretrained fails without it; copy it again from where the adapter "
-                "came"
+                "PeftModel.from_pretrained fails without it; copy it again from the adapter's "
+                "source"
             )
         if self.missing == (ADAPTER,):
             return (

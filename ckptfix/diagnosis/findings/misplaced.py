@@ -165,8 +165,8 @@ class RoundedEntry(MisplacedEntry, frozen=True):
     def advice(self) -> str:
         """Advice to bring the file back: the digits are lost."""
         return (
-            f"{self.effect}: the file seems to have been converted. Copy it again from where it "
-            "came, or resume from another checkpoint. If the run used this precision for a "
+            f"{self.effect}: the file seems to have been converted. Copy it again from its "
+            "source, or resume from another checkpoint. If the run used this precision for a "
             "single save, ignore this"
         )
 

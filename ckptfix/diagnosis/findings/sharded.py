@@ -248,8 +248,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
         if self.doubled and not self.lost:
             return (
                 "not rebuilt: from_pretrained and load_checkpoint_in_model use the last shard by "
-                "name, the Trainer's resume uses either one; copy the shards again from where "
-                "they came"
+                "name, the Trainer's resume uses either one; copy the shards again from "
+                "their source"
             )
         if 0 < len(self.lost) <= self.unlisted:
             return (
@@ -258,8 +258,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
                 "shards again from their source"
             )
         return (
-            "not rebuilt: loading would leave random weights; copy the shards again from where "
-            "they came"
+            "not rebuilt: loading would leave random weights; copy the shards again from their "
+            "source"
         )
 
 
