@@ -186,9 +186,9 @@ def first_unequal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> Pie
     to read one sample costs as many requests as a whole check of a small folder.
     """
     files = _by_file(pieces)
-    etags = [(path, etag_of(root / path), etag_of(other / path)) for path, _ in files]
-    if any(ours or theirs for _, ours, theirs in etags):
-        return next((Piece(path, 0, 0) for path, ours, theirs in etags if ours != theirs), None)
+    by_etags = _unequal_by_etags(root, other, [path for path, _ in files])
+    if by_etags is not None:
+        return next((Piece(path, 0, 0) for path in by_etags), None)
     for is_first in (True, False):
         for path, runs in files:
             with open_reader(root / path) as reader, open_reader(other / path) as reader_of_other:
@@ -213,8 +213,18 @@ def are_equal_by_etags(
     """Return whether two folders of a store have the same files at these paths, None without an
     ETag of any.
     """
-    etags = [(etag_of(root / path), etag_of(other / path)) for path in paths]
-    return all(ours == theirs for ours, theirs in etags) if any(map(any, etags)) else None
+    unequal = _unequal_by_etags(root, other, paths)
+    return not unequal if unequal is not None else None
+
+
+def _unequal_by_etags(
+    root: AnyPath, other: AnyPath, paths: Iterable[PurePosixPath]
+) -> list[PurePosixPath] | None:
+    """Return the paths at which two folders have other ETags, None without an ETag of any."""
+    etags = [(path, etag_of(root / path), etag_of(other / path)) for path in paths]
+    if not any(ours or theirs for _, ours, theirs in etags):
+        return None
+    return [path for path, ours, theirs in etags if ours != theirs]
 
 
 def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from threading import Event
-from time import time
 from typing import TYPE_CHECKING
 
 import click
@@ -25,9 +24,8 @@ from ckptfix.wording import Line, line
 
 if TYPE_CHECKING:
     # A check of one checkpoint must start quickly.
-    from ckptfix.cli.runs import Resume, Runs
+    from ckptfix.cli.runs import Page, Runs
     from ckptfix.diagnosis.loads.loaders import Loaders
-    from ckptfix.diagnosis.run_page import Cell
 
 
 @click.command(
@@ -126,6 +124,12 @@ def _runs(places: Iterable[AnyPath]) -> "Runs":
     return Runs(places)
 
 
+def _page() -> "Page":
+    from ckptfix.cli.runs import Page
+
+    return Page()
+
+
 def _check_all(
     paths: tuple[str, ...],
     data: bool,
@@ -143,7 +147,7 @@ def _check_all(
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""
-    cells: list[Cell] | None = [] if html is not None and executor.leads else None
+    page = _page() if html is not None and executor.leads else None
 
     def look(place: str | AnyPath) -> CheckReport:
         return check(
@@ -172,8 +176,8 @@ def _check_all(
         return result.alone()
 
     def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
-        if cells is not None:
-            cells.append(_cell(result))
+        if page is not None:
+            page.add(result)
         if report.quiet:
             if result.status:
                 report.path(result.path, null=null)
@@ -189,8 +193,8 @@ def _check_all(
             yield from result.unchecked()
 
     def keep(document: Mapping[str, object]) -> None:
-        if cells is not None and "error" in document:
-            cells.append(_failed(document))
+        if page is not None and "error" in document:
+            page.add_failed(document)
         report.element("checkpoints", document)
 
     try:
@@ -245,35 +249,11 @@ def _check_all(
         report.show(line(words, colour="yellow") for words in warnings)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
-        if html is not None and cells is not None:
-            problem = publish(report, html, _page(cells, answers))
+        if html is not None and page is not None:
+            problem = publish(report, html, page.text(answers))
             batch.status = max(batch.status, 3 * bool(problem))
         return report.finish(summary, batch.status or int(bool(warnings)))
     return report.finish(summary, batch.status)
-
-
-def _cell(report: CheckReport) -> "Cell":
-    """Return what the page shows of a checkpoint: of 100,000 reports only this is kept."""
-    from ckptfix.diagnosis.run_page import Cell
-
-    lines = tuple(report.verdict_lines())[1:]
-    return Cell(str(report.path), report.verdict, report.counts["bytes"], lines=lines)
-
-
-def _failed(document: Mapping[str, object]) -> "Cell":
-    from ckptfix.diagnosis.run_page import Cell
-
-    return Cell(str(document["path"]), "failed", lines=(line(str(document["error"])),))
-
-
-def _page(cells: "Iterable[Cell]", answers: "Iterable[Resume]") -> str:
-    from ckptfix.diagnosis.run_page import Answer, run_page, run_place
-
-    of_runs = {}
-    for answer in answers:
-        sound = answer.clean or (None if answer.is_doubted else answer.checkpoint)
-        of_runs[str(answer.run)] = Answer(answer.text, str(sound or ""))
-    return run_page("check", time(), sorted(cells, key=run_place), of_runs)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -1,8 +1,9 @@
 """``ckptfix check -r``: from which checkpoint of each run to resume, and what speaks against it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from threading import Lock
+from time import time as now
 from typing import ClassVar
 
 from msgspec import Struct
@@ -19,13 +20,15 @@ from ckptfix.checkpoint.latest import (
     time_of,
 )
 from ckptfix.cli.report import FAILURES, ending_of
+from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.diagnosis.other_runs import DAY, History, days_between, history_of
 from ckptfix.diagnosis.resumable import choose, examine
+from ckptfix.diagnosis.run_page import Answer, Cell, run_page, run_place
 from ckptfix.errors import CkptfixError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, absolute, is_of_listing
 from ckptfix.storage.opened import open_files
-from ckptfix.wording import count_of, series
+from ckptfix.wording import count_of, line, series
 
 _AT_ONCE = 60
 """Seconds within which a copy writes small checkpoints, in any order."""
@@ -90,6 +93,33 @@ def newest_sound(run: str, names: Collection[str]) -> str:
         if choice is not None and choice.best is not None:
             return f"{run}/{choice.best.path.name}"
     return ""
+
+
+class Page:
+    """The page of ``check -r --html``. Of 100,000 reports it keeps what it shows."""
+
+    def __init__(self) -> None:
+        self._cells: list[Cell] = []
+
+    def add(self, report: CheckReport) -> None:
+        """Show a checkpoint."""
+        lines = tuple(report.verdict_lines())[1:]
+        self._cells.append(
+            Cell(str(report.path), report.verdict, report.counts["bytes"], lines=lines)
+        )
+
+    def add_failed(self, document: Mapping[str, object]) -> None:
+        """Show one that could not be checked, by its JSON values."""
+        lines = (line(str(document["error"])),)
+        self._cells.append(Cell(str(document["path"]), "failed", lines=lines))
+
+    def text(self, answers: Iterable[Resume]) -> str:
+        """Return the page, with the checkpoint of each run to resume from marked."""
+        of_runs = {}
+        for answer in answers:
+            sound = answer.clean or (None if answer.is_doubted else answer.checkpoint)
+            of_runs[str(answer.run)] = Answer(answer.text, str(sound or ""))
+        return run_page("check", now(), sorted(self._cells, key=run_place), of_runs)
 
 
 class Runs:

@@ -15,12 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
-from ckptfix.checkpoint.model_configs import (
-    ADAPTER,
-    CONFIG,
-    library_of,
-    read_config,
-)
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of, read_config
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import are_equal_by_etags

@@ -12,14 +12,7 @@ from ckptfix.pages import html_document, html_legend, html_list, html_table, htm
 from ckptfix.reports import Serialized
 from ckptfix.training.resume_proofs.recorded_runs import STATES, RankRuns
 from ckptfix.training.resume_proofs.resume_verdict import Comparison, Difference
-from ckptfix.wording import (
-    Line,
-    Printable,
-    Span,
-    count_of,
-    line,
-    unchecked_line,
-)
+from ckptfix.wording import Line, Printable, Span, count_of, line, unchecked_line
 
 _PLURALS = {
     "batch": "batches", "learning rate": "learning rates", "scheduler": "schedulers",
