@@ -160,21 +160,31 @@ def _other_dtypes(
     A count of integers may become a mean: only what was a floating point number is compared.
     """
     expected = near[0][1].dtypes
-    converted = [
+    words = _converted(
         (dtype, wanted)
         for key, dtype in own.items()
-        if (wanted := expected.get(key, dtype)) != dtype
-        and is_float(wanted)
+        if is_float(wanted := expected.get(key, dtype))
         and all(outline.dtypes.get(key) == wanted for _, outline in near)
-    ]
-    if converted:
-        dtype, wanted = converted[0]
+    )
+    if words is not None:
+        holds, former = words
         yield ChangedEntry(
             path=path,
-            holds=f"{count_of(len(converted), 'tensor')} of {dtype}",
-            expected=f"{wanted}, as in {next_to_it(len(near))}",
+            holds=holds,
+            expected=f"{former}, as in {next_to_it(len(near))}",
             effect=_OF_TENSORS,
         )
+
+
+def _converted(pairs_of_dtypes: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+    """Return in words how many tensors have another dtype than they should, and which they should
+    have; None where all have theirs.
+    """
+    differing = [(dtype, wanted) for dtype, wanted in pairs_of_dtypes if dtype != wanted]
+    if not differing:
+        return None
+    dtype, wanted = differing[0]
+    return f"{count_of(len(differing), 'tensor')} of {dtype}", wanted
 
 
 _OF_TENSORS = "load_state fails, or the run continues with these tensors"
@@ -227,15 +237,9 @@ def _changed(
         have, shape = tensor.shape, wanted.shape
         if (len(have), have[1:]) != (len(shape), shape[1:]):
             return f"a tensor of shape {list(have)} at position {position}", f"{list(shape)}"
-    converted = [
-        (tensor.dtype, wanted.dtype)
-        for tensor, wanted in zip(own, expected, strict=True)
-        if tensor.dtype != wanted.dtype
-    ]
-    if not converted:
-        return None
-    dtype, former = converted[0]
-    return f"{count_of(len(converted), 'tensor')} of {dtype}", former
+    return _converted(
+        (tensor.dtype, wanted.dtype) for tensor, wanted in zip(own, expected, strict=True)
+    )
 
 
 def _outlines(folder: CheckpointFolder) -> dict[PurePosixPath, _Outline]:

@@ -3,44 +3,34 @@
 import os
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from ckptfix.cli import run
 from ckptfix.storage.stores import open_store
+from tests.html_pages import Page
 
 ROOT = Path(__file__).parents[2] / "fixtures"
 SOUND = ROOT / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
 DOUBLED = ROOT / "golden" / "doubled-model" / "checkpoint"
-VOID = {"meta", "br"}
 
 
-class Page(HTMLParser):
-    """Keeps the classes, names and details of the cells, and refuses tags that are left open."""
+class Cells(Page):
+    """Keeps the class and the text of each cell, with what a click shows."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
+    def __init__(self, document: str) -> None:
         self.cells: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert not self.open
+        super().__init__(document)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
         css = dict(attrs).get("class") or ""
         if css.startswith("cell "):
             self.cells.append((css, ""))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        super().handle_data(data)
         if self.cells:
             css, text = self.cells[-1]
             self.cells[-1] = css, text + data
@@ -59,7 +49,7 @@ def test_a_run_is_a_row_with_its_checkpoints_in_time(runs: Path, tmp_path: Path)
     page = tmp_path / "page.html"
     assert run(["check", "-r", str(runs), "--html", str(page)]) == 1
     text = page.read_text()
-    shown = Page(text)
+    shown = Cells(text)
     names = [re.match(r"checkpoint_\d+(?=\d\d\.\d KiB)", words) for _, words in shown.cells]
     assert [name[0] for name in names if name] == [
         "checkpoint_3", "checkpoint_1", "checkpoint_2", "checkpoint_10", "checkpoint_11",
@@ -99,7 +89,7 @@ def test_the_page_of_a_store_names_urls(tmp_path: Path) -> None:
             is_cut = (name, path.name) == ("checkpoint_2", "model.safetensors")
             store.put(path.name, path.read_bytes()[: -4 if is_cut else None])
     assert run(["check", "-r", url, "--html", str(page)]) == 1
-    shown = Page(page.read_text())
+    shown = Cells(page.read_text())
     assert [css for css, _ in shown.cells] == ["cell clean newest", "cell damaged"]
     assert "truncated-file" in shown.text
     assert f"resume from {url}/checkpoint_1" in shown.text

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfix.cli import run
 from ckptfix.devices.torch_devices import device_count
-from tests.devices.test_reload_page import Page
+from tests.html_pages import Page
 from tests.repairs.builders import write_safetensors
 
 pytestmark = pytest.mark.skipif(

@@ -22,7 +22,7 @@ from ckptfix.diagnosis.check_report import CheckReport
 from ckptfix.storage import staged
 from ckptfix.verification import verify as verification
 from tests.cli.test_verify import MODEL, damaged, folder, printed
-from tests.devices.test_reload_page import Page
+from tests.html_pages import Page
 from tests.repairs.builders import write_safetensors
 
 __all__ = ["damaged", "folder"]

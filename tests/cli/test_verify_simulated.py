@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.devices.reload_models import save_transformer
-from tests.devices.test_reload_page import Page
+from tests.html_pages import Page
 from tests.sampling import one_of
 from tests.simulated import requires_simulator
 from tests.simulated.models import THREE

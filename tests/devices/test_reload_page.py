@@ -1,6 +1,5 @@
 """The HTML page: well formed, self-contained, and safe whatever a tensor is called."""
 
-from html.parser import HTMLParser
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -14,35 +13,9 @@ from ckptfix.devices.reload.reload_report import (
     Subject,
 )
 from ckptfix.pages import html_document, html_lines
+from tests.html_pages import Page
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e\"'&\ud800"
-VOID = {"meta", "br"}
-
-
-class Page(HTMLParser):
-    """Keeps tags, texts and attributes, and refuses tags that are not closed in order."""
-
-    def __init__(self, document: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(document)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += f"{data}\n"
 
 
 def report() -> ReloadReport:

@@ -52,9 +52,16 @@ CHANGED: dict[str, tuple[Tensors, str]] = {
 def test_a_list_of_tensors_that_differs_is_a_note(kind: str, at: int, tmp_path: Path) -> None:
     """check called an EMA with three of four averages clean: diffusers loads it silently."""
     tensors, words = CHANGED[kind]
-    states: list[object] = [{"decay": 0.9, "shadow_params": SHADOW} for _ in range(3)]
-    states[at] = {"decay": 0.9, "shadow_params": tensors}
-    checkpoints = run_of(tmp_path, states)
+    ensure_told(tmp_path, at, "shadow_params", SHADOW, tensors, words)
+
+
+def ensure_told(
+    root: Path, at: int, key: str, healthy: object, changed: object, words: str
+) -> None:
+    """Ensure that one of three checkpoints, whose object differs, has this note alone."""
+    states: list[object] = [{"decay": 0.9, key: healthy} for _ in range(3)]
+    states[at] = {"decay": 0.9, key: changed}
+    checkpoints = run_of(root, states)
     assert told(checkpoints[at]) == [f"note {OBJECT}: it holds {words}, {NEIGHBOURS})"]
     assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
 
@@ -76,11 +83,7 @@ NAMED_CHANGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 @pytest.mark.parametrize("kind", NAMED_CHANGED)
 def test_named_tensors_that_differ_are_a_note(kind: str, at: int, tmp_path: Path) -> None:
     tensors, words = NAMED_CHANGED[kind]
-    states: list[object] = [{"decay": 0.9, "shadow": NAMED} for _ in range(3)]
-    states[at] = {"decay": 0.9, "shadow": tensors}
-    checkpoints = run_of(tmp_path, states)
-    assert told(checkpoints[at]) == [f"note {OBJECT}: it holds {words}, {NEIGHBOURS})"]
-    assert [told(path) for path in checkpoints if path != checkpoints[at]] == [[], []]
+    ensure_told(tmp_path, at, "shadow", NAMED, tensors, words)
 
 
 def test_lists_are_compared_wherever_they_are(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The heat map as a page: self-contained, every name escaped, every cell with words."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -10,30 +9,24 @@ from safetensors.torch import save_file
 
 from ckptfix import diff
 from ckptfix.verification.diff_page import _figure, html_page
+from tests.html_pages import Page
 
 HOSTILE = '"><script>alert(1)</script>\x1b[31m\u202e'
 
 
-class Page(HTMLParser):
-    """Collects tags, and cells with their class, tooltip and text."""
+class Map(Page):
+    """Collects cells with their class, tooltip and text."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
+    def __init__(self, document: str) -> None:
         self.cells: list[tuple[str, str, str]] = []
+        super().__init__(document)
 
-    def handle_starttag(self, tag: str, attrs: "list[tuple[str, str | None]]") -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
         found = dict(attrs)
         assert not {"src", "href", "onload", "onerror"} & found.keys()
         if tag == "td":
             self.cells.append((found.get("class") or "", found.get("title") or "", ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "td":
@@ -43,14 +36,11 @@ class Page(HTMLParser):
 
 def page_of(
     tmp_path: Path, a: "dict[str, torch.Tensor]", b: "dict[str, torch.Tensor]"
-) -> "tuple[str, Page]":
+) -> "tuple[str, Map]":
     save_file(a, tmp_path / "a.safetensors")
     save_file(b, tmp_path / "b.safetensors")
     text = html_page(diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors"))
-    page = Page()
-    page.feed(text)
-    assert not page.open, "every tag is closed"
-    return text, page
+    return text, Map(text)
 
 
 def test_the_map(tmp_path: Path) -> None:
