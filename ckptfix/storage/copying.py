@@ -10,10 +10,8 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import located, sync_file, write_all
@@ -28,9 +26,7 @@ _PACE = 256 << 20
 
 
 def supports_reflink(folder: Path) -> bool:
-    """Return whether files in ``folder`` can share blocks (XFS, btrfs, bcachefs). Leaves nothing,
-    even killed.
-    """
+    """Return whether files in ``folder`` can share blocks (XFS, btrfs, bcachefs)."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         source = os.open(folder, flags, 0o600)
@@ -77,9 +73,7 @@ def copy_range(
 
 
 def _shared(source: int, source_offset: int, target: int, target_offset: int, length: int) -> bool:
-    """Make ``target`` share full blocks of ``source``; return False where the file system
-    cannot.
-    """
+    """Share full blocks of ``source``; return False where the file system cannot."""
     try:
         fcntl.ioctl(
             target,
@@ -92,9 +86,7 @@ def _shared(source: int, source_offset: int, target: int, target_offset: int, le
 
 
 def _cloneable(target: int, source_offset: int, target_offset: int, length: int) -> tuple[int, int]:
-    """Return the bytes before the first full block, and the bytes in full blocks; (0, 0) when out
-    of phase.
-    """
+    """Return the bytes before the first full block and in full blocks; 0, 0 out of phase."""
     block = os.fstatvfs(target).f_bsize
     if block <= 0 or (source_offset - target_offset) % block:
         return 0, 0
@@ -138,13 +130,8 @@ _MOST_ENDED = 64
 """Complete files that are synced together: each sync alone has the file system commit its journal.
 """
 
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
-
-
-@cache
-def _sync_file_range() -> Any:
-    """Return the function of libc, None where it has none."""
-    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+# Once for all files: a CDLL is a circle of references, and the command line collects none.
+_sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
 
 
 class Pacer:
@@ -166,7 +153,6 @@ class Pacer:
         self._started: deque[tuple[int, int, int]] = deque()
         self._in_flight = 0
         self._ended: list[int] = []
-        self._has_ranges = _sync_file_range() is not None
 
     def __enter__(self) -> "Pacer":
         return self
@@ -196,17 +182,20 @@ class Pacer:
         return fd
 
     def wrote(self, fd: int, begin: int, end: int) -> None:
-        """Note that these bytes of a file are written, in any order. Raises OSError where writing
-        them out failed.
-        """
-        if self._has_ranges:
-            self._sync(fd, begin, end, _WRITE)
+        """Note that these bytes of a file are written. Raises OSError of the disk."""
+        self._sync(fd, begin, end, _WRITE)
         with self._lock:
             self._started.append((fd, begin, end))
             self._in_flight += end - begin
-        while self._in_flight > (_IN_FLIGHT if self._has_ranges else _PACE):
+        while self._in_flight > _IN_FLIGHT:
             with self._settling:
-                self._settle_oldest()
+                with self._lock:
+                    if self._in_flight <= _IN_FLIGHT:
+                        return
+                    oldest, begin, end = self._started.popleft()
+                    self._in_flight -= end - begin
+                self._sync(oldest, begin, end, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+                os.posix_fadvise(oldest, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
     def ended(self, fd: int) -> None:
         """Note that a file is complete; it is synced and closed later. Raises OSError."""
@@ -223,42 +212,19 @@ class Pacer:
                 ended, self._ended = self._ended, []
             for fd in ended:
                 sync_file(fd)
-            self._forget(set(ended))
+            with self._lock:
+                self._started = deque(one for one in self._started if one[0] not in ended)
+                self._in_flight = sum(end - begin for _, begin, end in self._started)
             for fd in ended:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 self._open.discard(fd)
                 os.close(fd)
 
-    def _settle_oldest(self) -> None:
-        """Wait until the bytes that were written first are on the disk, where they are still too
-        many in all.
-        """
-        with self._lock:
-            if self._in_flight <= (_IN_FLIGHT if self._has_ranges else _PACE):
-                return
-            fd, begin, end = self._started.popleft()
-            self._in_flight -= end - begin
-        if self._has_ranges:
-            self._sync(fd, begin, end, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-        else:
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                raise located(error, fd) from error
-            self._forget({fd})
-        os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
-
-    def _forget(self, synced: set[int]) -> None:
-        """Count what is written of these files as being on the disk."""
-        with self._lock:
-            self._started = deque(one for one in self._started if one[0] not in synced)
-            self._in_flight = sum(end - begin for _, begin, end in self._started)
-
     def _sync(self, fd: int, begin: int, end: int, flags: int) -> None:
         offset, length = ctypes.c_int64(begin), ctypes.c_int64(end - begin)
-        if _sync_file_range()(fd, offset, length, ctypes.c_uint(flags)):
+        if _sync_file_range(fd, offset, length, ctypes.c_uint(flags)):
             code = ctypes.get_errno()
-            if code in _NOT_HERE:  # fdatasync, now and then, must do
-                self._has_ranges = False
+            # A kernel that cannot (gVisor) writes at its own pace; the sync of the file finds errors.
+            if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
                 return
             raise located(OSError(code, os.strerror(code)), fd)
