@@ -153,10 +153,9 @@ def first_unequal(
     """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None
     when they are equal.
 
-    ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names,
-    or the same blocks of a file system with reflinks, are equal without a read. ``digests`` gets
-    the digests of ranges read in full, by file of the kept entry. ``other_root``: the folder of the
-    other entry, by default the same.
+    ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names
+    is equal without a read. ``digests`` gets the digests of ranges read in full, by file of the
+    kept entry. ``other_root``: the folder of the other entry, by default the same.
     """
     other_root = root if other_root is None else other_root
     if pairing.runs is None:

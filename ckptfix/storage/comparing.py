@@ -1,17 +1,14 @@
 """Byte ranges of two files compared in parallel, and fingerprints that show in a millisecond that a
 file changed.
 
-Several threads compare, in little memory. Where the file system reports the blocks of a range
-(Linux FIEMAP), shared blocks need not be read.
+Several threads compare, in little memory.
 """
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import stat
-import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -26,70 +23,6 @@ from ckptfix.storage.files import AnyPath, FileReader, StorePath
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.reading import page_buffer
 from ckptfix.storage.results import Identity, Unit
-
-_FS_IOC_FIEMAP = 0xC020660B
-# Unsynced data has no block yet, and a write to shared blocks moves them when it is synced.
-_SYNC = 1
-_LAST = 1
-# UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: the
-# position of such an extent says nothing about its bytes.
-_UNPROVEN = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
-# Without it two files cannot lie on one place; equal numbers are then places on two devices.
-_SHARED = 0x2000
-_HEADER = struct.Struct("=QQLLLL")
-_EXTENT = struct.Struct("=QQQQQLLLL")
-_AT_ONCE = 256
-
-
-def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int) -> bool:
-    """Return True when two ranges of files on one device lie on the same blocks, False when that is
-    not known.
-    """
-    try:
-        parts_a, parts_b = _physical(fd_a, offset_a, length), _physical(fd_b, offset_b, length)
-        done = 0
-        start_a = end_a = start_b = end_b = place_a = place_b = 0
-        while done < length:
-            if done >= end_a:
-                start_a, end_a, place_a = next(parts_a)
-            if done >= end_b:
-                start_b, end_b, place_b = next(parts_b)
-            if not (start_a <= done and start_b <= done and place_a - start_a == place_b - start_b):
-                return False
-            done = min(end_a, end_b)
-    except (OSError, StopIteration):
-        return False
-    return True
-
-
-def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, position on the disk) of each proven extent; start and end count from
-    ``offset``.
-
-    Ends early at an extent that proves nothing or belongs to one file alone; holes are left out.
-    """
-    position = offset
-    while position < offset + length:
-        request = bytearray(_HEADER.size + _AT_ONCE * _EXTENT.size)
-        _HEADER.pack_into(request, 0, position, offset + length - position, _SYNC, 0, _AT_ONCE, 0)
-        fcntl.ioctl(fd, _FS_IOC_FIEMAP, request)
-        found = _HEADER.unpack_from(request)[3]
-        if not found:
-            return
-        for number in range(found):
-            logical, place, size, _, _, flags, *_ = _EXTENT.unpack_from(
-                request, _HEADER.size + number * _EXTENT.size
-            )
-            if flags & _UNPROVEN or not flags & _SHARED:
-                return
-            if logical + size <= position:
-                raise OSError(errno.EIO, "FIEMAP made no progress")
-            skipped = max(0, offset - logical)
-            yield logical + skipped - offset, logical + size - offset, place + skipped
-            position = logical + size
-            if flags & _LAST:
-                return
-
 
 # With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from
 # 2 MiB on the blocks fall out of the cores' caches before memcmp sees them.
@@ -115,9 +48,7 @@ Digests = dict[tuple[int, int], bytes]
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """First differing byte: ``run`` is the index of its run, the offsets are those in the two
-    files.
-    """
+    """First differing byte: the index of its run, and its offsets in the two files."""
 
     run: int
     offset_a: int
@@ -147,7 +78,13 @@ def first_difference(
     Raises FileChangedError when a file ends inside a run.
     """
     total = sum(run.length for run in runs)
-    count = min(threads or _thread_count(file_a, file_b, runs), max(1, total // SEGMENT))
+    count = threads or reading_threads(
+        is_cached=all(
+            file_a.is_cached(run.offset_a) and file_b.is_cached(run.offset_b)
+            for run in sample_runs(runs, pages=8)
+        )
+    )
+    count = min(count, max(1, total // SEGMENT))
     if (
         total <= len(runs) * _PAGE
     ):  # samples: all reads under way at once, instead of one seek after the other
@@ -198,36 +135,28 @@ def _identity(fd: int) -> Identity:
 
 
 def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> bool:
-    """Return True when the file system proves all runs equal (one inode, or the same blocks), else
-    False.
-
-    A store proves nothing.
-    """
+    """Return True when one inode proves all runs equal, else False. A store proves nothing."""
     fd_a, fd_b = file_a.fd, file_b.fd
     if fd_a < 0 or fd_b < 0:
         return False
     status_a, status_b = os.fstat(fd_a), os.fstat(fd_b)
-    if status_a.st_dev != status_b.st_dev:
+    if (status_a.st_dev, status_a.st_ino) != (status_b.st_dev, status_b.st_ino):
         return False
     if any(
         run.offset_a + run.length > status_a.st_size or run.offset_b + run.length > status_b.st_size
         for run in runs
     ):
         return False
-    if status_a.st_ino == status_b.st_ino:
-        if not (status_a.st_nlink > 1 or _same_path(fd_a, fd_b)):
+    if status_a.st_nlink == 1:
+        # Some FUSE and SMB mounts give two files the same inode number: their paths decide.
+        try:
+            links = (os.readlink(f"/proc/self/fd/{fd}") for fd in (fd_a, fd_b))
+            is_one = len(set(links)) == 1
+        except OSError:  # no /proc
+            is_one = False
+        if not is_one:
             return False
-        return all(run.offset_a == run.offset_b for run in runs)
-    return all(same_extents(fd_a, run.offset_a, fd_b, run.offset_b, run.length) for run in runs)
-
-
-def _same_path(fd_a: int, fd_b: int) -> bool:
-    """Compare the paths by which both files were opened. Some FUSE and SMB mounts give two files
-    the same inode number.
-    """
-    with suppress(OSError):  # no /proc
-        return os.readlink(f"/proc/self/fd/{fd_a}") == os.readlink(f"/proc/self/fd/{fd_b}")
-    return False
+    return all(run.offset_a == run.offset_b for run in runs)
 
 
 def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
@@ -253,23 +182,12 @@ def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
     return tuple(sampled.values())
 
 
-def _thread_count(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> int:
-    samples = sample_runs(runs, pages=8)
-    return reading_threads(
-        is_cached=all(
-            file_a.is_cached(run.offset_a) and file_b.is_cached(run.offset_b) for run in samples
-        )
-    )
-
-
 Segment = tuple[int, int, Run]
 """Segment number, index of its run, and a part of that run."""
 
 
 class _Search:
-    """Search for the first difference. Segments are taken in order, so the lowest one that differs
-    is the first.
-    """
+    """Search for the first difference; segments are taken in order."""
 
     def __init__(self, file_a: FileReader, file_b: FileReader, digests: Digests | None) -> None:
         self._files, self._digests = (file_a, file_b), digests
@@ -382,9 +300,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
     sha256: str
 
     def same_content(self, other: "Fingerprint | None") -> bool:
-        """Return True when only the modification time may differ, and the bytes between the ends of
-        a file.
-        """
+        """Return True when only the time may differ, and the bytes between the ends."""
         return other is not None and (self.kind, self.size, self.sha256) == (
             other.kind,
             other.size,
@@ -393,26 +309,21 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(path: AnyPath) -> Fingerprint | None:
-    """Return the fingerprint of ``path``, None when nothing exists there. Raises OSError for a
-    special file.
-    """
+    """Return the fingerprint of ``path``, None without one. Raises OSError for a special file."""
     try:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
         if isinstance(path, StorePath):
-            status = path.stat()
-            if stat.S_ISDIR(status.st_mode):
-                return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
             digest = ends_digest(path.files.reader(path).read, status.st_size)
             return Fingerprint(
                 kind="file", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest
             )
-        status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
             digest = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
             return Fingerprint(
                 kind="link", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest
             )
-        if stat.S_ISDIR(status.st_mode):
-            return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is not a file, a link or a folder", str(path))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -432,9 +343,7 @@ def fingerprint_of_open(fd: int) -> Fingerprint:
 
 
 def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
-    """Return the sha256 of both ends of a file of ``size`` bytes, whose bytes ``read(offset,
-    length)`` gives.
-    """
+    """Return the sha256 of both ends of a file of ``size`` bytes."""
     digest = hashlib.sha256(read(0, min(_ENDS, size)))
     if size > _ENDS:
         start = max(_ENDS, size - _ENDS)

@@ -2,9 +2,7 @@
 proof.
 """
 
-import fcntl
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage import comparing
 from ckptfix.storage.comparing import (
     Difference,
     Run,
@@ -26,7 +23,6 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
-from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.files import FileReader
 from ckptfix.storage.reading import open_reader
 from tests.sampling import examples
@@ -167,95 +163,6 @@ def test_a_copy_proves_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(range(256)) * 400)
     with both(tmp_path / "a", tmp_path / "b") as (a, b):
         assert not same_bytes_without_reading(a, b, [Run(0, 0, 102_400)])
-
-
-def test_a_hole_proves_nothing(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).touch()
-        os.truncate(tmp_path / name, 1 << 20)
-    with both(tmp_path / "a", tmp_path / "b") as (a, b):
-        assert not same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20)])
-
-
-def test_shared_blocks_on_a_file_system_with_reflinks(tmp_path: Path) -> None:
-    if not supports_reflink(tmp_path):
-        pytest.skip("this file system does not share blocks")
-    (tmp_path / "a").write_bytes(os.urandom(1 << 20))
-    subprocess.run(["cp", "--reflink=always", tmp_path / "a", tmp_path / "b"], check=True)
-    with both(tmp_path / "a", tmp_path / "b") as (a, b):
-        assert same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20), Run(5000, 5000, 70_000)])
-        assert not same_bytes_without_reading(a, b, [Run(0, 4096, 4096)])
-    with (tmp_path / "b").open("r+b") as file:
-        file.seek(8192)
-        file.write(b"x")
-    with both(tmp_path / "a", tmp_path / "b") as (a, b):
-        assert not same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20)])
-        assert same_bytes_without_reading(a, b, [Run(16384, 16384, 4096)])
-
-
-Extent = tuple[int, int, int, int]  # offset in the file, place on the disk, length, flags
-
-
-def fake_fiemap(monkeypatch: pytest.MonkeyPatch, files: dict[int, list[Extent]]) -> None:
-    """Answer FIEMAP as a kernel with these extents would, at most 3 at a time."""
-
-    def ioctl(fd: int, request: int, buffer: bytearray) -> int:
-        start, length, flags, _, count, _ = struct.unpack_from("=QQLLLL", buffer)
-        assert flags == 1
-        wanted = [e for e in files[fd] if e[0] < start + length and e[0] + e[2] > start][
-            : min(count, 3)
-        ]
-        for number, (logical, place, size, extent_flags) in enumerate(wanted):
-            packed = struct.pack("=QQQQQLLLL", logical, place, size, 0, 0, extent_flags, 0, 0, 0)
-            buffer[32 + 56 * number : 88 + 56 * number] = packed
-        buffer[20:24] = struct.pack("=L", len(wanted))
-        return 0
-
-    monkeypatch.setattr(fcntl, "ioctl", ioctl)
-
-
-SHARED = 0x2000
-WHOLE = [(0, 1 << 30, 1 << 20, SHARED | 1)]
-SPLIT = [(n << 16, (1 << 30) + (n << 16), 1 << 16, SHARED) for n in range(16)]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "expected"),
-    [
-        (WHOLE, WHOLE, True),
-        (WHOLE, SPLIT, True),
-        (SPLIT, WHOLE, True),
-        (WHOLE, [(0, 1 << 31, 1 << 20, SHARED | 1)], False),
-        (WHOLE, SPLIT[:9] + SPLIT[10:], False),  # a hole
-        (SPLIT[:9] + SPLIT[10:], SPLIT[:9] + SPLIT[10:], False),
-        (SPLIT[:15], SPLIT, False),
-        *(
-            ([(0, 0, 1 << 20, flag)], [(0, 0, 1 << 20, flag)], False)
-            for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
-        ),
-        *(
-            ([(0, 0, 1 << 20, flag | SHARED)], [(0, 0, 1 << 20, flag | SHARED)], False)
-            for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
-        ),
-        (
-            WHOLE,
-            [(0, 1 << 30, 1 << 20, 1)],
-            False,
-        ),  # the same number of a block, on another device
-        ([(0, 1 << 30, 1 << 20, 1)], [(0, 1 << 30, 1 << 20, 1)], False),
-    ],
-)
-def test_extents(
-    monkeypatch: pytest.MonkeyPatch, one: list[Extent], two: list[Extent], expected: bool
-) -> None:
-    fake_fiemap(monkeypatch, {1: one, 2: two})
-    assert comparing.same_extents(1, 0, 2, 0, 1 << 20) is expected
-
-
-def test_extents_at_different_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_fiemap(monkeypatch, {1: WHOLE, 2: [(4096, 1 << 30, 1 << 20, SHARED)]})
-    assert comparing.same_extents(1, 100, 2, 4196, 900_000)
-    assert not comparing.same_extents(1, 100, 2, 4197, 900_000)
 
 
 def test_samples_reach_from_the_first_byte_to_the_last() -> None:
