@@ -154,9 +154,7 @@ def visit(
         except Exception as error:
             return error
 
-    for path, result in in_turn(
-        left, attempt, threads=1 if is_alone else threads, stop=stop, of_store=threads == _OF_STORE
-    ):
+    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads, stop=stop):
         if isinstance(result, Exception):
             if is_alone or isinstance(result, TeamError):
                 raise result

@@ -29,7 +29,7 @@ from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, absolute, has_gone, objects_of, relative, stat_of, walk
 from ckptfix.storage.opened import opened_part
-from ckptfix.storage.parallel import Progress, Share, waiting
+from ckptfix.storage.parallel import Progress, Share
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
@@ -403,8 +403,7 @@ class Scrub(Struct, kw_only=True):
             one = one if one is not None and one.read else None
             if self._is_due(place, key, one):
                 try:
-                    with waiting():  # its threads read and hash
-                        problem = self._read(lambda done, key=key: read(key, done), before_stop)  # type: ignore[misc]
+                    problem = self._read(lambda done, key=key: read(key, done), before_stop)  # type: ignore[misc]
                 except _TimeOverError as over:
                     data = replace(data, due=data.due + 1, stopped=data.stopped + bool(over.said))
                     if over.said:
