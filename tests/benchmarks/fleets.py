@@ -170,7 +170,7 @@ def _scrub_without_server(folder: Path, many: int) -> None:
             True,
         )
     more = peaks[1] - peaks[0]
-    limit = 16 + many // 1000
+    limit = 16 + many // 500
     show(
         f"memory of {many} prefixes against {_FOLDERS // 10}",
         f"{more:+} MiB",
