@@ -5,7 +5,9 @@ an edit in place (Patch, Append, Truncate) is refused for a file that has a seco
 other name would change too.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Generic, TypeVar
 
@@ -21,8 +23,6 @@ from ckptfix.storage.recipes import (
     Range,
     Recipe,
     Stretch,
-    cut_pieces,
-    ends_of,
 )
 from ckptfix.wording import Brief
 
@@ -110,9 +110,7 @@ def read_paths(edit: "Edit | Record") -> Iterator[PurePosixPath]:
 
 
 def check_edit(edit: "Edit | Record") -> None:
-    """Raise OperationError when the edit makes no sense whatever the files are, or leaves the
-    folder.
-    """
+    """Raise OperationError when the edit makes no sense for any file, or leaves the folder."""
     for path in (*edited_paths(edit), *dict.fromkeys(read_paths(edit))):
         check_path(path)
     match edit:
@@ -125,7 +123,11 @@ def check_edit(edit: "Edit | Record") -> None:
         case Truncate():
             sound = 0 <= edit.new_size <= edit.old_size
         case Replace() | Replaced() | Remove():
-            sound = all(_is_sound(recipe) for recipe in _recipes(edit))
+            sound = all(
+                all(isinstance(p, Literal) or min(p.offset, p.length) >= 0 for p in recipe.pieces)
+                and recipe.size < 1 << 63
+                for recipe in _recipes(edit)
+            )
         case Move():
             sound = edit.source != edit.target
         case _:
@@ -139,11 +141,6 @@ def _recipes(edit: "Edit | Record") -> Iterator[Recipe]:
         yield edit.content
     if isinstance(edit, Replace | Replaced | Remove) and isinstance(edit.previous, Recipe):
         yield edit.previous
-
-
-def _is_sound(recipe: Recipe) -> bool:
-    pieces = (isinstance(p, Literal) or (p.offset >= 0 and p.length >= 0) for p in recipe.pieces)
-    return all(pieces) and recipe.size < 1 << 63
 
 
 class Appended(Struct, frozen=True, kw_only=True):
@@ -187,7 +184,10 @@ class Pieces(Generic[_S]):
     __slots__ = ("_ends", "pieces")
 
     def __init__(self, pieces: tuple[bytes | _S, ...]) -> None:
-        self.pieces, self._ends = pieces, ends_of(pieces)
+        self.pieces = pieces
+        self._ends = tuple(
+            accumulate(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
+        )
 
     @property
     def size(self) -> int:
@@ -201,7 +201,19 @@ class Pieces(Generic[_S]):
                 f"the file is too short (expected at least {offset + length} bytes, found "
                 f"{self.size})"
             )
-        return cut_pieces(self.pieces, self._ends, offset, length)
+        stretches: list[bytes | _S] = []
+        index, done = bisect_right(self._ends, offset), 0
+        while done < length:
+            piece, end = self.pieces[index], self._ends[index]
+            inside = offset + done - (self._ends[index - 1] if index else 0)
+            take = min(length - done, end - offset - done)
+            stretches.append(
+                piece[inside : inside + take]
+                if isinstance(piece, bytes)
+                else piece._replace(offset=piece.offset + inside, length=take)
+            )
+            index, done = index + 1, done + take
+        return tuple(stretches)
 
 
 class WayBack(Generic[_S]):

@@ -254,7 +254,9 @@ class FolderAttempt:
 
     def roll_back(self, error: BaseException) -> NoReturn:
         """Undo every edit, from whichever state the transaction got to."""
-        changed = _change_behind(error)
+        # A save changed a file, or that led to this error.
+        change = error if isinstance(error, FileChangedError) else error.__cause__
+        changed = change if isinstance(change, FileChangedError) else None
         try:
             if os.path.lexists(self._done):
                 os.rename(self._done, self._pending)
@@ -314,12 +316,6 @@ def _with_digests(root: Path, edit: Edit, known: Mapping[PurePosixPath, Digests]
     return replace(edit, previous=with_digests(edit.previous, path, known))
 
 
-def _change_behind(error: BaseException) -> FileChangedError | None:
-    """Return the change of a file by a save that an error is about, or that led to it."""
-    changed = error if isinstance(error, FileChangedError) else error.__cause__
-    return changed if isinstance(changed, FileChangedError) else None
-
-
 def _roll_back(
     root: Path, folder: Path, progress: Progress | None, *, keeps_newer: bool = False
 ) -> None:
@@ -346,9 +342,7 @@ def _roll_back(
 
 
 def _empty_trash(folder: Path) -> int:
-    """Delete what only a roll-back needs, files that a recipe can rebuild and second names; return
-    their number.
-    """
+    """Delete what only a roll-back needs; return the number of files."""
     try:
         names = [name for name in os.listdir(folder) if name.endswith((".trash", ".moved"))]
     except PermissionError:  # another user's repair, which only that user can clean up

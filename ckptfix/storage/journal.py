@@ -13,7 +13,7 @@ its state (``object_journal``), and what is pending is finished by the next run.
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
@@ -28,7 +28,7 @@ from ckptfix.storage.folder_journal import read_record
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 
 if TYPE_CHECKING:
-    from ckptfix.storage.object_journal import Recorded
+    from ckptfix.storage.stores import ObjectInfo, Store
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 
@@ -66,9 +66,7 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def is_interrupted(self) -> bool:
-        """True where a run was killed, or is running, so that some files are changed and others
-        not; also where that cannot be read.
-        """
+        """True where a run was killed or runs, and where that cannot be read."""
         return self.state is State.PENDING or self.problem is not None
 
 
@@ -86,9 +84,7 @@ def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:
 
 
 def is_elsewhere(root: AnyPath, info: TransactionInfo) -> bool:
-    """Return whether a transaction was made where the checkpoint came from: in a folder that was
-    uploaded, or in a store from which it was downloaded. Only there it is undone.
-    """
+    """Return whether a transaction was made where the checkpoint came from, to be undone there."""
     return info.in_store != isinstance(root, StorePath)
 
 
@@ -115,9 +111,7 @@ def is_partly_changed(root: AnyPath) -> bool:
 
 
 def check_later(root: AnyPath, every: Sequence[TransactionInfo], number: int) -> None:
-    """Raise ChangedError where a transaction after that of a number has to be undone first: it
-    changed what an undo reads, or reads what an undo changes.
-    """
+    """Raise ChangedError where a later transaction has to be undone first."""
     # Those of the place where the checkpoint comes from have numbers of their own.
     own = [info for info in every if not is_elsewhere(root, info)]
     undone = next(info for info in own if info.number == number)
@@ -143,11 +137,7 @@ def check_later(root: AnyPath, every: Sequence[TransactionInfo], number: int) ->
 
 
 def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
-    """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are
-    foreign there.
-    """
-    from ckptfix.storage.object_journal import recorded
-
+    """Return the transactions in a store; those of an uploaded folder are foreign there."""
     files, key = root.files, root.key or ""
     uploaded = (
         TransactionInfo(number=number, state=state, foreign=True)
@@ -156,24 +146,21 @@ def _transactions_in(root: StorePath) -> tuple[TransactionInfo, ...]:
     )
     # A fleet is listed once, and nothing in it is changed.
     known = files.objects_below(key) if files.whole is not None else None
-    return (*uploaded, *map(_of_record, recorded(files.store.below(key), known)))
+    return (*uploaded, *_in_store(files.store.below(key), known))
 
 
 def downloaded(root: Path) -> Iterator[TransactionInfo]:
-    """Yield the transactions that were made in a store from which the folder was downloaded, or of
-    which it is a mount.
-    """
+    """Yield the transactions of the store from which a folder was downloaded or mounted."""
     try:
         names = names_in(root / JOURNAL)
     except (FileNotFoundError, NotADirectoryError):
         return
     if not any(name.endswith(".objects") for name in names):
         return
-    from ckptfix.storage.object_journal import recorded
     from ckptfix.storage.uploads import MountedFolder
 
     try:
-        infos = [_of_record(record) for record in recorded(MountedFolder(str(root)))]
+        infos = _in_store(MountedFolder(str(root)))
     except (OSError, StoreError) as error:
         why = f"{root / JOURNAL}: the journal of a store cannot be read: {error}"
         infos = [TransactionInfo(number=0, state=State.PENDING, problem=why, in_store=True)]
@@ -183,24 +170,51 @@ def downloaded(root: Path) -> Iterator[TransactionInfo]:
         yield replace(info, foreign=True, problem=None) if is_done else info
 
 
-def _of_record(record: "Recorded") -> TransactionInfo:
-    plan = record.plan
-    return TransactionInfo(
-        number=record.number,
-        state=State(record.state),
-        target=plan.target if plan is not None else "",
-        summary=plan.summary if plan is not None else None,
-        created=plan.created if plan is not None else 0.0,
-        paths=tuple(change.path for change in plan.changes) if plan is not None else (),
-        gone=(
-            tuple(change.path for change in plan.changes if change.size is None)
-            if plan is not None
-            else ()
-        ),
-        watched=plan.watched if plan is not None else (),
-        problem=record.problem,
-        in_store=True,
-    )
+def _in_store(
+    store: "Store", listed: "Mapping[str, ObjectInfo] | None" = None
+) -> list[TransactionInfo]:
+    """Return the transactions of a checkpoint in a store, oldest first.
+
+    ``listed``: its objects, which are listed anew otherwise. An undo that is done, and the repair
+    that it undid, are garbage that the next run deletes.
+    """
+    from ckptfix.storage.object_journal import Stage, found_transactions, read_plan, read_state
+
+    infos: dict[int, TransactionInfo] = {}
+    undone: set[int] = set()
+    for found in found_transactions(store.list(JOURNAL) if listed is None else listed):
+        garbage = TransactionInfo(number=found.number, state=State.BUILDING, in_store=True)
+        infos[found.number] = garbage
+        if not found.has_begun:
+            continue
+        state = State.PENDING
+        try:
+            written = read_state(store, found)
+            if written.stage is Stage.STAGING:
+                continue
+            if written.stage is Stage.DONE:
+                state = State.DONE
+                if written.undoes is not None:
+                    undone.add(written.undoes)
+                    continue
+            plan = read_plan(store, found, written)
+        except JournalError as error:
+            infos[found.number] = replace(garbage, state=state, problem=str(error))
+            continue
+        infos[found.number] = TransactionInfo(
+            number=found.number,
+            state=state,
+            target=plan.target,
+            summary=plan.summary,
+            created=plan.created,
+            paths=tuple(change.path for change in plan.changes),
+            gone=tuple(change.path for change in plan.changes if change.size is None),
+            watched=plan.watched,
+            in_store=True,
+        )
+    for number in undone & infos.keys():
+        infos[number] = TransactionInfo(number=number, state=State.BUILDING, in_store=True)
+    return list(infos.values())
 
 
 _Root = TypeVar("_Root", Path, StorePath, AnyPath)
@@ -227,9 +241,7 @@ def journal_folders(root: _Root) -> list[tuple[int, State, _Root]]:
 
 
 def check_real(folder: Path) -> None:
-    """Raise JournalError when a transaction is a symbolic link, which would lead out of the
-    journal, or a file.
-    """
+    """Raise JournalError when a transaction is a link, which may lead out, or a file."""
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise JournalError(
             f"{folder}: is a symbolic link or not a directory, and ckptfix never creates those; to "

@@ -27,15 +27,15 @@ from ckptfix.storage.journal import State, TransactionInfo, journal_folders, tra
 from ckptfix.storage.object_contents import (
     Content,
     Source,
-    size_of,
 )
 from ckptfix.storage.object_drafts import (
     Draft,
+    carriage_of,
     draft_of,
     draft_of_undo,
     like_of,
+    moved_from,
     pieces_of,
-    total_cost,
 )
 from ckptfix.storage.object_journal import (
     DELETIONS,
@@ -55,6 +55,7 @@ from ckptfix.storage.object_journal import (
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, shell_path
 from ckptfix.storage.reading import open_reader
+from ckptfix.storage.recipes import size_of
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, together
 from ckptfix.storage.transactions import RecoveryReport, TransactionPlan, carry_out
 from ckptfix.wording import human_size, moment
@@ -169,7 +170,11 @@ class ObjectBackend:
             else:
                 leftovers += _clean(store, found, {} if plan is None else plan.before, state.undoes)
                 if state.undoes is not None:  # who asks for that undo again must not get one more
-                    last = (found.number, plan or _forgotten(state.undoes))
+                    # Its plan may be deleted already.
+                    gone = ObjectPlan(
+                        id="", target="", summary=None, created=0.0, changes=(), undoes=state.undoes
+                    )
+                    last = (found.number, plan or gone)
         if last is None:  # no name changed: what was planned still holds
             return RecoveryReport(rolled_back=None, leftovers=leftovers) if leftovers else None
         self._files.refresh()
@@ -276,7 +281,10 @@ class ObjectAttempt:
 
         def compose(index: int) -> None:
             key, content = f"{folder(self.number)}/{where}/{index}", contents[index]
-            info = store.compose(key, pieces_of(content, draft.pins), like=like_of(content, draft))
+            like = like_of(content)
+            if like is None and where == "new" and draft.plan.changes[index].old is not None:
+                like = draft.plan.changes[index].key
+            info = store.compose(key, pieces_of(content, draft.pins), like=like)
             if info.size != size_of(content):
                 raise OperationError(
                     f"{store.name(key)}: wrong size after composing (expected {size_of(content)} "
@@ -398,9 +406,7 @@ def _written_by_another(
 
 
 def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> None:
-    """Raise UsageError where bytes must travel, or another program's be replaced, and nobody
-    allowed it.
-    """
+    """Raise UsageError where bytes would travel or be overwritten unasked."""
     if transfer:
         return
     may_replace = "ckptfix could overwrite what another program writes meanwhile"
@@ -412,7 +418,7 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
                 "run the same command with --transfer"
             )
         return
-    travel = total_cost(store, draft.contents.values(), draft.kept.values())
+    travel = carriage_of(store, draft.kept.values(), draft.contents.values())
     alone = (
         "" if store.abilities.conditions else f"; it has no conditional writes, so {may_replace}"
     )
@@ -430,12 +436,7 @@ def _shown(number: int, draft: Draft, new: Mapping[int, ObjectInfo]) -> dict[str
         if change.size is None:
             shown[change.key] = None
             continue
-        [*sources] = draft.contents[index]
-        moved = None
-        if len(sources) == 1 and isinstance(sources[0], Source):
-            whole = draft.pins.get(sources[0].key)
-            if whole is not None and sources[0] == Source(sources[0].key, 0, whole.size):
-                moved = sources[0].key
+        moved = moved_from(draft.contents[index], draft.pins)
         shown[change.key] = Shown(f"{folder(number)}/new/{index}", new[index], moved)
     return shown
 
@@ -587,9 +588,7 @@ def _is_ours(
 def _clean(
     store: Store, found: Found, before: Mapping[PurePosixPath, Content | None], undoes: int | None
 ) -> int:
-    """Delete what a done transaction no longer needs: all of it for an undo; return how many
-    objects went.
-    """
+    """Delete what a done transaction no longer needs; return how many objects went."""
     if undoes is not None:
         undone = _transaction(store, undoes)
         gone = _delete_transaction(store, undone) if undone is not None else 0
@@ -607,9 +606,7 @@ def _clean(
 
 
 def _delete_transaction(store: Store, found: Found) -> int:
-    """Delete all objects of a transaction, its state last: until then the next run knows what to
-    do.
-    """
+    """Delete a transaction, its state last: it says what to do with the rest."""
     prefix = f"{folder(found.number)}/"
     names = [name for name in found.objects if name not in {"state.json", "plan"}]
     together(names, lambda name: store.delete(f"{prefix}{name}"), _AT_ONCE)
@@ -630,8 +627,3 @@ def _next_number(store: Store, listed: Mapping[str, ObjectInfo]) -> int:
                 f"recover it first: ckptfix undo {shell_path(store.url)}"
             )
     return found[-1].number + 1 if found else 1
-
-
-def _forgotten(undoes: int) -> ObjectPlan:
-    """Return what is known of an undo that was cut short after its plan was deleted."""
-    return ObjectPlan(id="", target="", summary=None, created=0.0, changes=(), undoes=undoes)

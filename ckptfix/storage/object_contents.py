@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.edits import Edit, Move, Pieces, Remove, Replace, WayBack, check_edit
-from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe
+from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe, size_of
 
 
 class Source(NamedTuple):
@@ -28,27 +28,18 @@ Content = tuple[bytes | Source, ...]
 
 
 class Contents(NamedTuple):
-    """Contents by path, None where no object is; and by the number of its edit what is copied
-    aside.
-    """
+    """Contents by path, None for none; and what is kept aside by the number of its edit."""
 
     by_path: dict[PurePosixPath, Content | None]
     aside: dict[int, Content]
 
 
-def size_of(content: Content) -> int:
-    """Return the number of bytes of a content."""
-    return sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in content)
-
-
 def joined(pieces: Iterable[bytes | Source]) -> Content:
-    """Return pieces without empty ones; neighbours that go on in the same object, and new bytes,
-    become one.
-    """
+    """Return pieces without empty ones, neighbours that follow each other as one."""
     found: list[bytes | Source] = []
     for piece in pieces:
         last = found[-1] if found else None
-        if not (len(piece) if isinstance(piece, bytes) else piece.length):
+        if not size_of((piece,)):
             continue
         if isinstance(piece, bytes) and isinstance(last, bytes):
             found[-1] = last + piece

@@ -13,19 +13,18 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.errors import ChangedError, CkptfixError, FormatError, OperationError, UsageError
+from ckptfix.errors import ChangedError, CkptfixError, OperationError, UsageError
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.files import Prefix, Shown
-from ckptfix.storage.markers import UPLOAD, Commit, begun_now, parse_begun
-from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
-from ckptfix.storage.object_drafts import Carriage, carriage_of
+from ckptfix.storage.markers import UPLOAD, Commit, begun_now
+from ckptfix.storage.object_contents import Content, Source, contents_after, joined
+from ckptfix.storage.object_drafts import Carriage, carriage_of, like_of, moved_from, pieces_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST
+from ckptfix.storage.recipes import size_of
 from ckptfix.storage.stores import (
     ABSENT,
     ObjectInfo,
-    ObjectRange,
-    Piece,
     Store,
     open_store,
     together,
@@ -36,9 +35,7 @@ _AT_ONCE = 8
 
 
 class Places(NamedTuple):
-    """The bucket, and the prefixes of the checkpoint and of its copy in it; each ends in a slash
-    unless it is "".
-    """
+    """The bucket, and the prefixes of checkpoint and copy: "", or with a slash at the end."""
 
     bucket: Store
     source: str
@@ -46,9 +43,7 @@ class Places(NamedTuple):
 
 
 def places_of(source: str, output: str) -> Places:
-    """Return the places of a copy. Raises UsageError when the store cannot copy from one URL to the
-    other.
-    """
+    """Return the places of a copy. Raises UsageError when the store cannot copy there."""
     output = output.rstrip("/")
     (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
     if (scheme, bucket) != (to_scheme, to_bucket):
@@ -75,29 +70,9 @@ def check_free(output: str) -> None:
     """Raise UsageError when there is any object below the URL of a copy."""
     store = open_store(output.rstrip("/"))
     if there := store.list():
-        others = there.keys() - _left_of_a_copy(store, there)
-        # Never of what nobody can make again.
-        removal = "" if others else f", or: {store.removal()}"
-        cut = "" if others else " from an interrupted copy or upload"
         raise UsageError(
-            f"{store.name()} already has {count_of(len(there), 'object')}{cut}; next: name an "
-            f"empty prefix{removal}"
+            f"{store.name()} already has {count_of(len(there), 'object')}; next: name an empty prefix"
         )
-
-
-def _left_of_a_copy(store: Store, there: Mapping[str, ObjectInfo]) -> set[str]:
-    """Return the objects of a copy or an upload that was cut short, by its record; none of a
-    committed one.
-    """
-    if UPLOAD not in there or COMMITTED in there:
-        return set()
-    try:
-        begun = parse_begun(
-            store.read(UPLOAD, 0, there[UPLOAD].size, etag=there[UPLOAD].etag or None)
-        )
-    except FormatError:
-        return set()
-    return {UPLOAD, *begun.files}
 
 
 def copy_repaired(
@@ -123,7 +98,7 @@ def copy_repaired(
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
     contents = _contents(infos, after)
     if not (places.bucket.abilities.composes or transfer):
-        travel = carriage_of(places.bucket, contents.values(), is_placed=False)
+        travel = carriage_of(places.bucket, contents.values())
         raise UsageError(
             f"{escape(source)}: this store cannot copy parts of objects, so their bytes must be "
             f"transferred: {travel}; nothing was written; next, to allow this: run the same "
@@ -138,7 +113,14 @@ def copy_repaired(
         made[name] = places.bucket.put(f"{places.copy}{name}", data, expected=ABSENT)
 
     def compose(name: str) -> None:
-        made[name] = _composed(places, name, contents[name], infos)
+        content = contents[name]
+        like = like_of(content) or (name if name in infos else None)
+        made[name] = places.bucket.compose(
+            f"{places.copy}{name}",
+            pieces_of(content, infos, before=places.source) or [b""],
+            expected=ABSENT,
+            like=None if like is None else f"{places.source}{like}",
+        )
         if progress is not None:
             progress(sizes[name])
 
@@ -164,19 +146,15 @@ def copy_repaired(
 def carriage_of_copy(
     store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]
 ) -> Carriage:
-    """Return the bytes that a copy with these edits costs. Raises OperationError for impossible
-    ones.
-    """
+    """Return the bytes that a copy costs. Raises OperationError for impossible edits."""
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
-    return carriage_of(store, _contents(infos, after).values(), is_placed=False)
+    return carriage_of(store, _contents(infos, after).values())
 
 
 def _contents(
     infos: Mapping[str, ObjectInfo], after: Mapping[PurePosixPath, Content | None]
 ) -> dict[str, Content]:
-    """Return every object of a copy: those of the checkpoint, but for those that edits change or
-    delete.
-    """
+    """Return every object of a copy after the edits."""
     contents: dict[str, Content] = {
         key: joined((Source(key, 0, info.size),))
         for key, info in infos.items()
@@ -190,52 +168,22 @@ def _contents(
     return contents
 
 
-def _composed(
-    places: Places, name: str, content: Content, infos: Mapping[str, ObjectInfo]
-) -> ObjectInfo:
-    pieces: list[Piece] = [
-        (
-            piece
-            if isinstance(piece, bytes)
-            else ObjectRange(
-                f"{places.source}{piece.key}", piece.offset, piece.length, infos[piece.key].etag
-            )
-        )
-        for piece in content
-    ]
-    likes = [piece for piece in content if isinstance(piece, Source)]
-    like = (
-        max(likes, key=lambda piece: piece.length).key if likes else name if name in infos else None
-    )
-    return places.bucket.compose(
-        f"{places.copy}{name}",
-        pieces or [b""],
-        expected=ABSENT,
-        like=None if like is None else f"{places.source}{like}",
-    )
-
-
 def _shown(
     files: Prefix,
     output: str,
     after: Mapping[PurePosixPath, Content | None],
     made: Mapping[str, ObjectInfo],
 ) -> AbstractContextManager[None]:
-    """Show the new objects of the copy at the changed names; all others have the bytes of the
-    source.
-    """
+    """Show the new objects at the changed names; others have the bytes of the source."""
     # The records of the source's upload are about other names; the copy gets its own.
     names: dict[str, Shown | None] = {UPLOAD: None, COMMITTED: None}
+    infos = files.objects_below("")
     for path, content in after.items():
         name = str(path)
-        if name == COMMITTED:
-            continue
-        moved = None
-        if content is not None and len(content) == 1 and isinstance(content[0], Source):
-            whole = files.info(content[0].key)
-            if whole is not None and content[0] == Source(content[0].key, 0, whole.size):
-                moved = content[0].key
-        names[name] = Shown(name, made[name], moved) if content is not None else None
+        if content is None:
+            names[name] = None
+        elif name != COMMITTED:
+            names[name] = Shown(name, made[name], moved_from(content, infos))
     return files.showing("", names, store=open_store(output.rstrip("/")))
 
 

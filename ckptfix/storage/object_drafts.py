@@ -22,7 +22,6 @@ from ckptfix.storage.object_contents import (
     Source,
     contents_after,
     joined,
-    size_of,
     traced,
     way_back,
 )
@@ -34,7 +33,7 @@ from ckptfix.storage.object_journal import (
 )
 from ckptfix.storage.parts import plan_parts
 from ckptfix.storage.paths import MANIFEST
-from ckptfix.storage.recipes import Recipe
+from ckptfix.storage.recipes import Recipe, size_of
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Piece, Store
 from ckptfix.storage.transactions import TransactionPlan
 from ckptfix.wording import human_size
@@ -44,9 +43,7 @@ Read = Callable[[str, int, int], bytes]
 
 
 class Carriage(NamedTuple):
-    """Bytes of a transaction: those that go through this machine, and those that the store copies
-    by itself.
-    """
+    """Bytes that go through this machine, and that the store copies by itself."""
 
     down: int
     up: int
@@ -57,18 +54,14 @@ class Carriage(NamedTuple):
         return f"{human_size(self.down)} down and {human_size(self.up)} up{inside}"
 
 
-def carriage_of(
-    store: Store,
-    contents: Iterable[Content],
-    *,
-    is_placed: bool = True,
-) -> Carriage:
+def carriage_of(store: Store, made: Iterable[Content], placed: Iterable[Content] = ()) -> Carriage:
     """Return the bytes that objects of these contents cost; the journal and headers come on top.
 
-    ``is_placed``: each is made at a key of its own first, and then copied over its name.
+    ``placed``: each of them is made at a key of its own first, and then copied over its name.
     """
     down = up = copied = 0
-    for content in contents:
+    both = (*((content, False) for content in made), *((content, True) for content in placed))
+    for content, is_placed in both:
         size = size_of(content)
         if not store.abilities.composes:
             down += (
@@ -90,32 +83,18 @@ def carriage_of(
 def carriage_of_edits(
     store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]
 ) -> Carriage:
-    """Return the bytes that a transaction with these edits costs. Raises OperationError for
-    impossible ones.
-    """
+    """Return the bytes that edits cost. Raises OperationError for impossible ones."""
     after = contents_after(edits, {key: info.size for key, info in infos.items()})
     contents = [
         content
         for path, content in after.by_path.items()
         if content is not None and content != _whole(str(path), infos.get(str(path)))
     ]
-    return total_cost(store, contents, after.aside.values())
-
-
-def total_cost(
-    store: Store,
-    placed: Iterable[Content],
-    kept: Iterable[Content],
-) -> Carriage:
-    """Return what a transaction costs: new objects, which are placed, and copies that are kept."""
-    both = carriage_of(store, placed), carriage_of(store, kept, is_placed=False)
-    return Carriage(*map(sum, zip(*both, strict=True)))
+    return carriage_of(store, after.aside.values(), contents)
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """A transaction before its first request: the changes, their contents, and what is kept
-    aside.
-    """
+    """A transaction before its first request: changes, contents, and what is kept aside."""
 
     plan: ObjectPlan
     contents: Mapping[int, Content]
@@ -246,30 +225,30 @@ def _check_way_back(
                 )
 
 
-def like_of(content: Content, draft: Draft) -> str | None:
-    """Return the object that passes on its storage class and metadata: the one with most of the
-    bytes.
-    """
+def like_of(content: Content) -> str | None:
+    """Return the object with most of the bytes, which passes on its metadata; None: all new."""
     sources = [piece for piece in content if isinstance(piece, Source)]
-    if sources:
-        return max(sources, key=lambda piece: piece.length).key
-    index = next((index for index, one in draft.contents.items() if one is content), None)
-    change = draft.plan.changes[index] if index is not None else None
-    return change.key if change is not None and change.old is not None else None
+    return max(sources, key=lambda piece: piece.length).key if sources else None
 
 
-def pieces_of(content: Content, pins: Mapping[str, ObjectInfo]) -> list[Piece]:
-    """Return a content as a store composes it, its ranges in the state of ``pins``."""
+def moved_from(content: Content, infos: Mapping[str, ObjectInfo]) -> str | None:
+    """Return the object of which a content has all bytes and no others, None for none."""
+    keys = [piece.key for piece in content if isinstance(piece, Source)]
+    return keys[0] if keys and content == _whole(keys[0], infos.get(keys[0])) else None
+
+
+def pieces_of(content: Content, pins: Mapping[str, ObjectInfo], *, before: str = "") -> list[Piece]:
+    """Return a content as a store composes it, its ranges in the state of ``pins``. ``before``: what
+    precedes its keys in that store.
+    """
     return [
-        (
-            piece
-            if isinstance(piece, bytes)
-            else ObjectRange(
-                piece.key,
-                piece.offset,
-                piece.length,
-                pins[piece.key].etag if piece.key in pins else "",
-            )
+        piece
+        if isinstance(piece, bytes)
+        else ObjectRange(
+            f"{before}{piece.key}",
+            piece.offset,
+            piece.length,
+            pins[piece.key].etag if piece.key in pins else "",
         )
         for piece in content
     ]

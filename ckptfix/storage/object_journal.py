@@ -30,8 +30,9 @@ from msgspec.structs import replace
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
 from ckptfix.storage.folder_journal import path_of, text, time_of, whole
-from ckptfix.storage.object_contents import Content, Source, size_of
+from ckptfix.storage.object_contents import Content, Source
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
+from ckptfix.storage.recipes import size_of
 from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store, Whole
 from ckptfix.wording import moment
 
@@ -45,9 +46,7 @@ _MOST = 1 << 30
 
 
 class Stage(Enum):
-    """State of a transaction in a store, as ``state.json`` has it; in words of ``journal.State``
-    building, pending and done.
-    """
+    """State of a transaction in ``state.json``: ``journal.State`` in other words."""
 
     STAGING = "staging"
     COMMIT = "commit"
@@ -55,9 +54,7 @@ class Stage(Enum):
 
 
 class Rank(Enum):
-    """Order in which names change: an index follows the files that it lists, the manifest follows
-    everything.
-    """
+    """Order in which names change: indexes follow the files, the manifest everything."""
 
     DATA = 0
     INDEX = 1
@@ -69,9 +66,7 @@ DELETIONS = 2
 
 
 class Change(Struct, frozen=True, kw_only=True, array_like=True):
-    """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None:
-    it is deleted.
-    """
+    """Change of a name. ``old``: its object, or None. ``size``: of the new one; None: none."""
 
     path: PurePosixPath
     old: ObjectInfo | None
@@ -138,9 +133,7 @@ class ObjectState(Struct, frozen=True, kw_only=True, rename={"stage": "state"}):
 
 
 class Found(NamedTuple):
-    """A transaction in the listing of a store: its number, and its objects by their names in its
-    folder.
-    """
+    """A transaction in a listing: its number, and its objects by their names in its folder."""
 
     number: int
     objects: dict[str, ObjectInfo]
@@ -149,52 +142,6 @@ class Found(NamedTuple):
     def has_begun(self) -> bool:
         """False without a state, as after an answer that came late to a run that was killed."""
         return "state.json" in self.objects
-
-
-class Recorded(NamedTuple):
-    """A transaction as the journal describes it. ``state``: as that of a folder's; ``plan``: None
-    if unreadable.
-    """
-
-    number: int
-    state: str
-    plan: ObjectPlan | None
-    problem: str | None
-
-
-def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> list[Recorded]:
-    """Return the transactions of a checkpoint in a store, oldest first. Reads only; needs no lock.
-
-    ``listed``: its objects, which are listed anew otherwise. An undo that is done, and the repair
-    that it undid, are garbage that the next run deletes.
-    """
-    found = {
-        one.number: one
-        for one in found_transactions(store.list(JOURNAL) if listed is None else listed)
-    }
-    described: dict[int, Recorded] = {}
-    undone: set[int] = set()
-    for number, one in found.items():
-        if not one.has_begun:
-            described[number] = Recorded(number, "building", None, None)
-            continue
-        name = "pending"
-        try:
-            state = read_state(store, one)
-            name = "pending" if state.stage is Stage.COMMIT else "done"
-            is_garbage = state.stage is Stage.STAGING or (
-                state.stage is Stage.DONE and state.undoes is not None
-            )
-            if state.stage is Stage.DONE and state.undoes is not None:
-                undone.add(state.undoes)
-            plan = None if is_garbage else read_plan(store, one, state)
-        except JournalError as error:
-            described[number] = Recorded(number, name, None, str(error))
-            continue
-        described[number] = Recorded(number, "building" if is_garbage else name, plan, None)
-    for number in undone & described.keys():
-        described[number] = Recorded(number, "building", None, None)
-    return [described[number] for number in sorted(described)]
 
 
 def is_replacing(store: Store, listed: Mapping[str, ObjectInfo]) -> bool:
@@ -226,44 +173,21 @@ def found_transactions(listed: Mapping[str, ObjectInfo]) -> list[Found]:
 
 
 def forget_objects(store: Store, number: int) -> str:
-    """Return the advice that always works: keep the objects, and delete those of the
-    transaction.
-    """
+    """Return the advice that always works: delete the objects of the transaction."""
     return f"to keep the objects as they are now: {store.removal(folder(number))}"
-
-
-def put_exactly(store: Store, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
-    """Write an object of the journal. Its own object, whose answer was lost, is what it wants.
-
-    Raises ChangedError when another object than ``expected`` exists, and it does not hold these
-    bytes.
-    """
-    try:
-        return store.put(key, data, expected=expected)
-    except ChangedError:
-        now = store.stat(key)
-        if (
-            now is None
-            or now.size != len(data)
-            or store.read(key, 0, now.size, etag=now.etag) != data
-        ):
-            raise
-        return now
 
 
 def write_state(
     store: Store, number: int, state: ObjectState, expected: str | Expected
 ) -> ObjectInfo:
-    """Write the state of a transaction over ``expected``. Raises ChangedError when another run went
-    on with it.
-    """
+    """Write the state over ``expected``. Raises ChangedError when a run went on with it."""
     body = {
         "version": _VERSION,
         **to_builtins(state, str_keys=True),
         # Two runs that write the same state must not pass for each other.
         "token": secrets.token_hex(8),
     }
-    return put_exactly(store, f"{folder(number)}/state.json", _sealed(body), expected)
+    return store.put(f"{folder(number)}/state.json", _sealed(body), expected=expected)
 
 
 def read_state(store: Store, found: Found) -> ObjectState:
@@ -288,43 +212,37 @@ def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
         ],
     }
     data = _sealed(body, bytes(literals))
-    put_exactly(store, f"{folder(number)}/plan", data, ABSENT)
+    store.put(f"{folder(number)}/plan", data, expected=ABSENT)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
-    """Read the plan of a transaction. Raises JournalError when it is damaged, or not the plan of
-    this state.
-    """
+    """Read the plan of this state. Raises JournalError when it is damaged."""
     key = f"{folder(found.number)}/plan"
     with _journal_errors(store, key, found.number):
         if "plan" not in found.objects:
             raise ValueError("it is missing")
         body, literals = _opened(store, key, found.objects["plan"], state.plan)
-        before = _decode_before(body["before"], literals, found.number)
-        plan = replace(_typed({**body, "before": {}}, ObjectPlan), before=before)
+        contents = _decode_before(body["before"], literals, found.number)
+        plan = replace(_typed({**body, "before": {}}, ObjectPlan), before=contents)
         for name in plan.sources:
             _ensure_key(name, found.number)
-        _check_plan(plan)
-        return plan
-
-
-def _check_plan(plan: ObjectPlan) -> None:
-    """Raise ValueError when a plan contradicts itself."""
-    time_of(plan.created)
-    if plan.target:
-        path_of(plan.target)
-    paths = [change.path for change in plan.changes]
-    if len(set(paths)) != len(paths):
-        raise ValueError("it changes the same name twice")
-    for change in plan.changes:
-        before = plan.before.get(change.path)
-        if change.old is not None and before is not None and size_of(before) != change.old.size:
+        time_of(plan.created)
+        if plan.target:
+            path_of(plan.target)
+        paths = [change.path for change in plan.changes]
+        if len(set(paths)) != len(paths):
+            raise ValueError("it changes the same name twice")
+        for change in plan.changes:
+            before = plan.before.get(change.path)
+            if change.old is None or before is None or size_of(before) == change.old.size:
+                continue
             raise ValueError(
                 f"it restores {size_of(before)} bytes of {change.path}, not {change.old.size}"
             )
-    if plan.before and set(plan.before) != set(paths):
-        raise ValueError("it cannot restore every name")
+        if plan.before and set(plan.before) != set(paths):
+            raise ValueError("it cannot restore every name")
+        return plan
 
 
 def _decode_before(
@@ -366,9 +284,7 @@ _Record = TypeVar("_Record", ObjectPlan, ObjectState)
 
 
 def _typed(body: Mapping[str, object], kind: type[_Record]) -> _Record:
-    """Return a record, of which no field may be missing, or of another type. Raises ValueError,
-    OperationError.
-    """
+    """Return a record with all its fields. Raises ValueError, OperationError."""
     if missing := [name for name in kind.__struct_encode_fields__ if name not in body]:
         raise ValueError(f"it has no field {missing[0]!r}")
     return convert(body, kind, str_keys=True, dec_hook=lambda _, value: path_of(value))
@@ -427,9 +343,7 @@ def _journal_errors(store: Store, key: str, number: int) -> Iterator[None]:
 
 
 class StoreLock:
-    """The lock of a checkpoint in a store, held by this run. ``check`` finds out whether it still
-    is.
-    """
+    """The lock of a checkpoint in a store, as long as no other run takes it over."""
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
         self._store = store
@@ -469,7 +383,7 @@ def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator
     ).encode()
     try:
         held = store.stat(LOCK) if break_lock else None
-        info = put_exactly(store, LOCK, data, ABSENT if held is None else held.etag)
+        info = store.put(LOCK, data, expected=ABSENT if held is None else held.etag)
     except ChangedError as error:
         raise _locked(store, verb) from error
     except KeyboardInterrupt:
@@ -489,7 +403,8 @@ def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator
 
 
 def _locked(store: Store, verb: str) -> LockedError:
-    owner, since = "another run", ""
+    owner = "another run"
+    since = ""
     unreadable = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
     with suppress(CkptfixError, *unreadable):
         info = store.stat(LOCK)
@@ -497,22 +412,13 @@ def _locked(store: Store, verb: str) -> LockedError:
         body = json.loads(store.read(LOCK, 0, min(size, 1 << 16)))
         what = f"ckptfix {body['verb']}"
         owner = f"{what} by {body['user']} on {body['host']} (process {int(body['pid'])})"
-        age = max(0, time.time() - float(body["since"]))
-        since = f" for {_age(age)}, since {moment(int(float(body['since']) * 1e9))}"
+        since = f" since {moment(int(float(body['since']) * 1e9))}"
     breaking = "undo" if verb == "undo" else "repair"  # the verbs that have the option
     return LockedError(
         f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if "
         f"it was killed and cannot continue: ckptfix {breaking} --break-lock "
         f"{shell_path(store.url)}"
     )
-
-
-def _age(seconds: float) -> str:
-    for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
-        if seconds >= unit:
-            number = int(seconds // unit)
-            return f"{number} {name}{'' if number == 1 else 's'}"
-    return f"{int(seconds)} s"
 
 
 def _user() -> str:

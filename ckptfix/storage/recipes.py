@@ -9,12 +9,11 @@ in which the recipe needs them.
 import hashlib
 import os
 import stat
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -78,9 +77,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def like(path: AnyPath, pieces: tuple[RecipePart, ...]) -> "Recipe":
-        """Return a recipe with mode and owner of the file that ``path`` leads to. Raises
-        OSError.
-        """
+        """Return a recipe with mode and owner of the file at ``path``. Raises OSError."""
         status = stat_of(path)
         return Recipe(
             pieces=pieces, mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid
@@ -88,9 +85,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True):
-    """The previous file itself (the same inode, be it a symbolic link) stays in the journal until
-    the undo.
-    """
+    """The previous file itself, be it a symbolic link, stays in the journal until the undo."""
 
 
 class Absent(Struct, frozen=True):
@@ -120,9 +115,38 @@ def build(
     # 0600 until it is complete: a file that only its owner may read must not be open to others
     # meanwhile.
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    gathered, written = bytearray(), 0
+
+    def flush() -> None:
+        nonlocal written
+        write_all(fd, bytes(gathered), written)
+        written += len(gathered)
+        gathered.clear()
+
     try:
-        with _sources(root) as source_of:
-            _write(recipe, fd, source_of, progress)
+        with OpenFiles() as files:
+            for piece in recipe.pieces:
+                if isinstance(piece, Literal):
+                    gathered += piece.data
+                else:
+                    # The file itself may be a link (a cache keeps its blobs so), the folders on the
+                    # way to it may not.
+                    source = files.descriptor(locate(root, piece.path))
+                    if piece.length <= _SMALL:
+                        data = os.pread(source, piece.length, piece.offset)
+                        if len(data) != piece.length:
+                            end = piece.offset + piece.length
+                            raise ChangedError(f"{piece.path}: ends before byte {end}")
+                        gathered += data
+                    else:
+                        flush()
+                        copy_range(
+                            source, piece.offset, fd, written, piece.length, progress=progress
+                        )
+                        written += piece.length
+                if len(gathered) >= _GATHER:
+                    flush()
+        flush()
         status = os.fstat(fd)
         if (recipe.uid, recipe.gid) not in ((-1, -1), (status.st_uid, status.st_gid)):
             with suppress(PermissionError):
@@ -131,55 +155,6 @@ def build(
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _sources(root: Path) -> Iterator[Callable[[PurePosixPath], int]]:
-    opened: dict[PurePosixPath, int] = {}
-
-    def source_of(path: PurePosixPath) -> int:
-        if path not in opened:
-            # The file itself may be a link (a cache keeps its blobs so), the folders on the way to
-            # it may not.
-            opened[path] = os.open(locate(root, path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        return opened[path]
-
-    try:
-        yield source_of
-    finally:
-        for fd in opened.values():
-            os.close(fd)
-
-
-def _write(
-    recipe: Recipe,
-    fd: int,
-    source_of: Callable[[PurePosixPath], int],
-    progress: Callable[[int], None] | None,
-) -> None:
-    gathered = bytearray()
-    written = 0  # bytes written before those gathered
-    for piece in recipe.pieces:
-        if isinstance(piece, Literal):
-            gathered += piece.data
-        elif piece.length <= _SMALL:
-            data = os.pread(source_of(piece.path), piece.length, piece.offset)
-            if len(data) != piece.length:
-                raise ChangedError(f"{piece.path}: ends before byte {piece.offset + piece.length}")
-            gathered += data
-        else:
-            write_all(fd, memoryview(bytes(gathered)), written)
-            written += len(gathered)
-            gathered.clear()
-            copy_range(
-                source_of(piece.path), piece.offset, fd, written, piece.length, progress=progress
-            )
-            written += piece.length
-        if len(gathered) >= _GATHER:
-            write_all(fd, memoryview(bytes(gathered)), written)
-            written += len(gathered)
-            gathered.clear()
-    write_all(fd, memoryview(bytes(gathered)), written)
 
 
 Bytes = tuple[Piece | bytes, ...]
@@ -201,33 +176,9 @@ class Stretch(Protocol):
     def _replace(self) -> Callable[..., Any]: ...
 
 
-_Source = TypeVar("_Source", bound=Stretch)
-
-
-def ends_of(pieces: Iterable[bytes | Stretch]) -> tuple[int, ...]:
-    """Return where each piece ends, in bytes from the start of the first one."""
-    return tuple(accumulate(len(one) if isinstance(one, bytes) else one.length for one in pieces))
-
-
-def cut_pieces(
-    pieces: Sequence[bytes | _Source], ends: Sequence[int], offset: int, length: int
-) -> tuple[bytes | _Source, ...]:
-    """Return the pieces of ``length`` bytes from ``offset``, which must be there. ``ends``: from
-    ``ends_of``.
-    """
-    found: list[bytes | _Source] = []
-    index, done = bisect_right(ends, offset), 0
-    while done < length:
-        one = pieces[index]
-        inside = offset + done - (ends[index - 1] if index else 0)
-        take = min(length - done, ends[index] - offset - done)
-        found.append(
-            one[inside : inside + take]
-            if isinstance(one, bytes)
-            else one._replace(offset=one.offset + inside, length=take)
-        )
-        index, done = index + 1, done + take
-    return tuple(found)
+def size_of(pieces: Iterable[bytes | Stretch]) -> int:
+    """Return the number of bytes of stretches and literal bytes."""
+    return sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)
 
 
 _BLOCK = 1 << 20
@@ -235,9 +186,7 @@ _WORTH_THREADS = 8 << 20
 
 
 class Part(NamedTuple):
-    """``length`` bytes from ``offset`` of the file ``source``; in the file that the recipe makes at
-    ``position``.
-    """
+    """A range of the file ``source``, at ``position`` in the file that a recipe makes."""
 
     source: PurePosixPath
     offset: int
@@ -246,20 +195,16 @@ class Part(NamedTuple):
 
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
-    """Return the parts that a recipe reads from other files, sorted by file; per file in the order
-    of the recipe.
-    """
-    return tuple(sorted(_parts(recipe), key=lambda part: part.source))
-
-
-def _parts(recipe: Recipe) -> Iterator[Part]:
+    """Return the parts that a recipe reads, sorted by file, then in its order."""
+    parts: list[Part] = []
     position = 0
     for piece in recipe.pieces:
         if isinstance(piece, Range):
             for start in range(0, max(1, piece.length), SEGMENT):
                 length = min(SEGMENT, piece.length - start)
-                yield Part(piece.path, piece.offset + start, position + start, length)
+                parts.append(Part(piece.path, piece.offset + start, position + start, length))
         position += piece.length
+    return tuple(sorted(parts, key=lambda part: part.source))
 
 
 def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Digests]) -> Recipe:
@@ -296,8 +241,7 @@ def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[Pur
 def is_made(
     recipe: Recipe, made: Path, bytes_of: Callable[[Part], Bytes], progress: Progress | None = None
 ) -> bool:
-    """Return whether the file ``made`` has the bytes that the recipe makes now. Blocks that both
-    share are not read.
+    """Return whether the file ``made`` has the bytes that the recipe makes now.
 
     ``bytes_of``: as of ``differing``. Raises OSError, ChangedError when a file is too short.
     """
@@ -343,10 +287,8 @@ def _joined(
 
 def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
     """Return the sha256 of each part, hashed by several threads where they are long."""
-    sizes = [
-        sum(len(one) if isinstance(one, bytes) else one.length for one in part) for part in parts
-    ]
-    threads = min(processors(), len(parts)) if sum(sizes) >= _WORTH_THREADS else 1
+    is_long = sum(map(size_of, parts)) >= _WORTH_THREADS
+    threads = min(processors(), len(parts)) if is_long else 1
     # Neighbours go to one thread, whose reads go on where they ended.
     share = max(1, len(parts) // (threads * 4)) if threads > 1 else len(parts)
     digests = [b""] * len(parts)
@@ -371,7 +313,7 @@ def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
 
 def read_bytes(part: Bytes) -> bytes:
     """Return a short stretch as bytes. Raises OSError, ChangedError when a file is too short."""
-    buffer = page_buffer(min(_BLOCK, ends_of(part)[-1] if part else 0))
+    buffer = page_buffer(min(_BLOCK, size_of(part)))
     with OpenFiles() as files:
         return b"".join(map(bytes, _blocks(part, files, buffer)))
 

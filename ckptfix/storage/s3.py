@@ -23,7 +23,6 @@ from ckptfix.storage.stores import (
     ABSENT,
     ANY,
     Abilities,
-    Composition,
     Contents,
     Expected,
     ObjectInfo,
@@ -120,9 +119,7 @@ class S3Store(Store):
         return f"aws s3 rm --recursive {shell_path(f'{where}/')}"
 
     def ask(self, method: str, *, up: int = 0, seconds: float | None = None, **words: Any) -> Any:
-        """Send one request to the bucket, and return the answer; a body that comes back is in
-        ``Body``, read.
-        """
+        """Send a request to the bucket, and return the answer, its ``Body`` read."""
         self.traffic.add(up=up)
         answer = self._run(lambda: asyncio.wait_for(self._call(method, **words), seconds))
         if "Body" in answer:
@@ -228,9 +225,7 @@ class S3Store(Store):
     def _body(
         self, answer: Mapping[str, Any], key: str, offset: int, length: int, etag: str
     ) -> bytes:
-        """Return the bytes of an answer. Raises Refused for another ETag, StoreError where it is of
-        another range.
-        """
+        """Return the bytes of an answer. Raises Refused (ETag), StoreError (another range)."""
         if etag and answer["ETag"].strip('"') != etag:
             raise Refused
         if answer["ResponseMetadata"]["HTTPStatusCode"] != 206 and offset:
@@ -278,9 +273,16 @@ class S3Store(Store):
 
             return self._in_parts(key, size, -(-size // step), send, expected, {})
 
-    def _compose(self, key: str, made: Composition) -> ObjectInfo:
-        parts = plan_parts(made.pieces, self.abilities)
-        words = self._words_of(made.like, made.mark)
+    def _compose(
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
+    ) -> ObjectInfo:
+        parts = plan_parts(pieces, self.abilities)
+        words = self._words_of(like, mark)
 
         def send(number: int, upload: Mapping[str, Any]) -> str:
             part = parts[number]
@@ -302,9 +304,9 @@ class S3Store(Store):
                 ) from None
 
         if len(parts) == 1 and not parts[0].is_copied and not words:
-            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), made.expected)
+            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), expected)
         size = sum(part.length for part in parts)
-        return self._in_parts(key, size, len(parts), send, made.expected, words)
+        return self._in_parts(key, size, len(parts), send, expected, words)
 
     def _in_parts(
         self, key: str, size: int, count: int, send: Callable[[int, Mapping[str, Any]], str],
@@ -343,9 +345,7 @@ class S3Store(Store):
         return _etag(answer)
 
     def _copy_part(self, upload: Mapping[str, Any], number: int, copied: ObjectRange) -> str:
-        """Have the store copy a part. Raises Refused for another ETag, FileNotFoundError without an
-        object.
-        """
+        """Have the store copy a part. Raises Refused, FileNotFoundError about its object."""
         source = {"Bucket": self._bucket, "Key": self._path(copied.key)}
         pinned: dict[str, Any] = {"CopySourceIfMatch": quoted(copied.etag)} if copied.etag else {}
         span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"

@@ -80,9 +80,7 @@ Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ObjectInfo(NamedTuple):
-    """Facts about an object. ``etag``: what changes with its bytes, without quotes; "" where a
-    store has none.
-    """
+    """Facts about an object. ``etag``: changes with its bytes; "" where a store has none."""
 
     size: Whole
     etag: str
@@ -90,9 +88,7 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectRange(NamedTuple):
-    """``length`` bytes from ``offset`` of the object ``key`` in the state ``etag``; "": in any
-    state.
-    """
+    """``length`` bytes from ``offset`` of ``key`` in the state ``etag``; "": in any state."""
 
     key: str
     offset: int
@@ -102,15 +98,6 @@ class ObjectRange(NamedTuple):
 
 Piece = bytes | ObjectRange
 """A piece of a new object: new bytes, or bytes of an existing object of the same bucket."""
-
-
-class Composition(NamedTuple):
-    """An object that a store makes of pieces; the fields are the arguments of ``compose``."""
-
-    pieces: Sequence[Piece]
-    expected: "str | Expected"
-    like: str | None
-    mark: str
 
 
 Names = list[str]
@@ -135,9 +122,7 @@ class Abilities(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """Limits of what is tried again. The waits in seconds grow twofold, and a part of each is left
-    to chance.
-    """
+    """Limits of retries. Waits in seconds grow twofold, in part by chance."""
 
     attempts: int = 8
     first_wait: float = 0.5
@@ -150,9 +135,7 @@ PATIENCE = Patience()
 
 
 class Traffic:
-    """Requests that were sent, with those sent again, and bytes of objects that went up and
-    down.
-    """
+    """Requests, with those sent again, and bytes of objects that went up and down."""
 
     def __init__(self, total: "Traffic | None" = None) -> None:
         self._lock = threading.Lock()
@@ -167,9 +150,6 @@ class Traffic:
             self.down += down
         if self._total is not None:
             self._total.add(up=up, down=down, requests=requests)
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests, {human_size(self.up)} up, {human_size(self.down)} down"
 
 
 TRAFFIC = Traffic()
@@ -275,17 +255,13 @@ class Store:
         return escape(f"{self.url}/{key}" if key else self.url)
 
     def removal(self, below: str = "") -> str:
-        """Return the command, or the words where none is known, that deletes every object in a
-        folder.
-        """
+        """Return the command or the words that delete every object in a folder."""
         return f"delete every object below {self.name(below.rstrip('/'))}/"
 
     # Requests of a store: a subclass replaces them.
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
-        """Yield every key below a prefix, which is "" or ends in a slash; not ``deep``:
-        sub-folders, with None.
-        """
+        """Yield the keys below "" or a folder with a slash; unless ``deep``, folders with None."""
         self.traffic.add()
         where = self._path(below.rstrip("/"))
         try:
@@ -312,9 +288,7 @@ class Store:
         return _info(info) if info["type"] == "file" else None
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
-        """Return the bytes of a range. Raises Refused for another ETag, FileNotFoundError without
-        an object.
-        """
+        """Return a range. Raises Refused for another ETag, FileNotFoundError."""
         data: bytes = self._files.cat_file(self._path(key), start=offset, end=offset + length)
         self.traffic.add(down=len(data))
         # This library takes no condition: what is there after the read was there during it.
@@ -332,21 +306,34 @@ class Store:
             # "create": of two at the same time one fails.
             self._files.pipe_file(path, data, mode=mode)
         except (Refused, FileExistsError):
-            if expected is not ABSENT or self._files.cat_file(path) != data:
+            # Else an earlier attempt arrived, whose answer was lost.
+            if self._stat(key) is None or self._files.cat_file(path) != data:
                 raise Refused from None
-            # else an earlier attempt arrived, whose answer was lost
         return self._written(key, len(data))
 
     def _upload(
         self, key: str, path: Path, expected: str | Expected, progress: Progress | None
     ) -> ObjectInfo:
         size = path.stat().st_size
-        self._ensure(key, expected)
-        self.traffic.add(up=size)
-        self._files.put_file(str(path), self._path(key))
+        try:
+            self._ensure(key, expected)
+            self.traffic.add(up=size)
+            self._files.put_file(str(path), self._path(key))
+        except Refused:
+            # Else an earlier attempt arrived, whose answer was lost.
+            now = self._stat(key)
+            if now is None or now.size != size or not self._has_bytes_of(path, key, now):
+                raise
         if progress:
             progress(size)
         return self._written(key, size)
+
+    def _has_bytes_of(self, path: Path, key: str, now: ObjectInfo) -> bool:
+        with path.open("rb") as file:
+            return all(
+                self._read(key, begin, min(_BLOCK, now.size - begin), now.etag) == file.read(_BLOCK)
+                for begin in range(0, now.size, _BLOCK)
+            )
 
     def _upload_whole(
         self, key: str, file: IO[bytes], expected: str | Expected, progress: Progress | None
@@ -358,12 +345,19 @@ class Store:
             progress(len(data))
         return info
 
-    def _compose(self, key: str, made: Composition) -> ObjectInfo:
+    def _compose(
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
+    ) -> ObjectInfo:
         """Write an object whose bytes come and go through this machine."""
         with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
-            self._bring(made.pieces, file)
+            self._bring(pieces, file)
             file.flush()
-            return self._upload(key, Path(file.name), made.expected, None)
+            return self._upload(key, Path(file.name), expected, None)
 
     def _bring(self, pieces: Sequence[Piece], file: IO[bytes]) -> None:
         """Write the bytes of pieces to a file of this machine."""
@@ -392,9 +386,7 @@ class Store:
         return ""
 
     def _abandoned(self, below: str) -> int:
-        """Remove the parts of uploads below a prefix that no object is made of, and return the
-        number of uploads.
-        """
+        """Remove the parts of unfinished uploads; return the number of uploads."""
         return 0
 
     def _delete(self, key: str, expected: str | Expected) -> None:
@@ -407,9 +399,7 @@ class Store:
         return f"{self._base}/{key}" if key and self._base else key or self._base
 
     def _ensure(self, key: str, expected: str | Expected) -> None:
-        """Raise Refused unless a key is in the expected state; for stores and writes without
-        conditions.
-        """
+        """Raise Refused for another state, where a store or a write has no conditions."""
         if expected is ANY:
             return
         now = self._stat(key)
@@ -471,15 +461,11 @@ class Store:
         return {key: info for key, info in listed if info is not None}
 
     def listed(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Yield every object as ``list`` returns it, page by page where the store lists by
-        pages.
-        """
+        """Yield every object as ``list`` returns it, page by page where possible."""
         yield from self.list().items()
 
     def children(self, below: str = "") -> tuple[dict[str, ObjectInfo], Names]:
-        """Return the objects right in a folder by their keys, and the keys of its sub-folders,
-        without slashes.
-        """
+        """Return the objects right in a folder, and the keys of its sub-folders."""
         listed = self._persist(below, lambda: list(self._list(_folder(below), deep=False)))
         files = {key: info for key, info in listed if info is not None}
         return files, sorted({key.rstrip("/") for key, info in listed if info is None})
@@ -493,9 +479,7 @@ class Store:
         return self._persist(key, lambda: self._stat(key))
 
     def read(self, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
-        """Return exactly ``length`` bytes. Raises ChangedError when the object is another one, or
-        has gone.
-        """
+        """Return exactly ``length`` bytes. Raises ChangedError for another object, or none."""
         if not length:
             return b""
 
@@ -515,9 +499,7 @@ class Store:
             raise FileChangedError(self.name(key), self._states(key, etag or "")[1]) from None
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
-        """Return the bytes of each range; ``CONCURRENT`` requests are under way at once. Raises as
-        ``read`` does.
-        """
+        """Return the bytes of ranges, ``CONCURRENT`` at once. Raises as ``read`` does."""
         found: Contents = [b""] * len(ranges)
 
         def take(number: int) -> None:
@@ -528,9 +510,7 @@ class Store:
         return found
 
     def put(self, key: str, data: bytes, *, expected: str | Expected = ANY) -> ObjectInfo:
-        """Write an object, complete or not at all. Raises ChangedError when another one than
-        ``expected`` exists.
-        """
+        """Write an object or nothing. Raises ChangedError where another than ``expected`` is."""
         return self._write(key, expected, lambda: self._put(key, data, expected))
 
     def upload(
@@ -541,9 +521,7 @@ class Store:
         expected: str | Expected = ANY,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        """Write a file as an object, complete or not at all, and compare the size. Raises as
-        ``put`` does.
-        """
+        """Write a file as an object or nothing, and compare the size. Raises as ``put``."""
         return self._write(key, expected, lambda: self._upload(key, path, expected, progress))
 
     def compose(
@@ -563,14 +541,10 @@ class Store:
         ``mark()`` returns of the new object, in a store that composes. Raises ChangedError when a
         range is of another object.
         """
-        return self._write(
-            key, expected, lambda: self._compose(key, Composition(pieces, expected, like, mark))
-        )
+        return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
 
     def keeps_conditions(self, key: str) -> bool:
-        """Return whether the store refuses a write whose condition does not hold. ``key``: where no
-        object is.
-        """
+        """Return whether the store refuses writes on conditions. ``key``: a free one."""
         return self.abilities.conditions
 
     def mark(self, key: str) -> str:
@@ -586,9 +560,7 @@ class Store:
         return self._persist(below, lambda: self._abandoned(below))
 
     def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
-        """Delete an object; none there is fine. Raises ChangedError when another one than
-        ``expected`` exists.
-        """
+        """Delete an object, if any. Raises ChangedError where another than ``expected`` is."""
         self._write(key, expected, lambda: self._delete(key, expected))
 
     def _write(self, key: str, expected: str | Expected, work: Callable[[], _T]) -> _T:
@@ -608,9 +580,7 @@ class Store:
         )
 
     def _states(self, key: str, expected: str | Expected) -> tuple[str, str]:
-        """Return in words what another program did to an object, and the expected and the found
-        state of it.
-        """
+        """Return in words what happened to an object: the verb, and both states."""
         now = None
         with suppress(StoreError):
             now = self.stat(key)
@@ -679,9 +649,7 @@ def together(
 
 
 def seconds_to_read(length: int) -> float:
-    """Return the time for a read: a minute, and a MiB every four seconds. What only trickles is as
-    good as cut.
-    """
+    """Return a minute, and 4 s a MiB: what only trickles is as good as cut."""
     return PATIENCE.answer + length / (256 << 10)
 
 

@@ -15,11 +15,11 @@ from ckptfix.storage.edits import (
     Appended,
     Patch,
     Pieces,
-    Record,
     Remove,
     Replaced,
     Truncate,
     WayBack,
+    edited_paths,
 )
 from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.folder_journal import (
@@ -89,17 +89,17 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
     def bytes_of(part: Part) -> Bytes:
         return back.cut(part.source, part.offset, part.length)
 
-    rebuilt = [number for number, edit in enumerate(record.edits) if _is_rebuilt(edit)]
-    for index in range(len(record.edits) - 1, min(rebuilt, default=len(record.edits)) - 1, -1):
+    recipes = {
+        index: edit.previous
+        for index, edit in enumerate(record.edits)
+        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe)
+    }
+    for index in range(len(record.edits) - 1, min(recipes, default=len(record.edits)) - 1, -1):
         edit = record.edits[index]
-        if isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe):
-            made = back.made(edit.previous)
-            yield Rebuilt(index, edit.path, edit.previous, bytes_of, made.cut)
+        if (recipe := recipes.get(index)) is not None:
+            [path] = edited_paths(edit)
+            yield Rebuilt(index, path, recipe, bytes_of, back.made(recipe).cut)
         back.undo(index, edit)
-
-
-def _is_rebuilt(edit: Record) -> bool:
-    return isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe)
 
 
 def _file(path: Path) -> Pieces[Piece] | None:
@@ -123,9 +123,7 @@ class Allowed(NamedTuple):
 def check_undoable(
     root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool
 ) -> Allowed:
-    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not
-    finish.
-    """
+    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes."""
     _check_kept(root, done, record)
     allowed = _check_unchanged(root, done, number, record, force)
     _check_space(root, record)
@@ -136,9 +134,7 @@ def check_undoable(
 def _check_unchanged(
     root: Path, done: Path, number: int, record: TransactionRecord, force: bool
 ) -> Allowed:
-    """Compare every file with its recorded fingerprint. Its time proves nothing: a copy and
-    ``touch`` change it.
-    """
+    """Compare every file with its fingerprint; a copy and ``touch`` change times."""
     samples = read_samples(done)
     any_time, unproven = False, dict[PurePosixPath, str]()
     for path, left in read_after(done, record.watched).items():
@@ -182,9 +178,7 @@ def _check_unchanged(
 
 
 def is_as_left(root: AnyPath, number: int) -> bool:
-    """Return whether all files of a committed transaction are still as it left them. Raises
-    OSError.
-    """
+    """Return whether all files are still as a transaction left them. Raises OSError."""
     if isinstance(root, StorePath):
         return False
     for found, state, folder in journal_folders(root):
@@ -277,9 +271,7 @@ def _ends_of(rebuilt: Rebuilt) -> str:
 
 
 def _check_space(root: Path, record: TransactionRecord) -> None:
-    """Raise an error before any change: an undo that runs out of space halfway must wait for the
-    user.
-    """
+    """Raise an error before any change: an undo must not stop halfway."""
     needed = 1 << 16
     in_place = any(isinstance(edit, Patch | Appended | Truncate) for edit in record.edits)
     if in_place:
@@ -306,9 +298,7 @@ def _advice(root: Path) -> str:
 
 
 def _linked_size(root: Path, path: PurePosixPath) -> int:
-    """Return the size of a file that got a second name, and so is copied before it is changed in
-    place.
-    """
+    """Return the size of a file with a second name, which is copied before a change."""
     try:
         status = os.lstat(locate(root, path))
     except FileNotFoundError:

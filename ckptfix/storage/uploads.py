@@ -39,10 +39,10 @@ from ckptfix.storage.paths import COMMITTED, JOURNAL, MANIFEST, cause, list_fold
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,
-    Composition,
     Expected,
     ObjectInfo,
     ObjectRange,
+    Piece,
     Store,
     is_url,
     open_store,
@@ -138,8 +138,15 @@ class MountedFolder(Store):
 
         return self._save(key, fill, expected)
 
-    def _compose(self, key: str, made: Composition) -> ObjectInfo:
-        return self._save(key, lambda file: self._bring(made.pieces, file), made.expected)
+    def _compose(
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        expected: str | Expected,
+        like: str | None,
+        mark: str,
+    ) -> ObjectInfo:
+        return self._save(key, lambda file: self._bring(pieces, file), expected)
 
     def _save(
         self, key: str, fill: Callable[[IO[bytes]], object], expected: str | Expected
@@ -296,9 +303,7 @@ def send(
     names: Collection[str],
     progress: Progress | None = None,
 ) -> dict[str, Uploaded]:
-    """Upload files of a folder, any process its own, and return what the store has now. Raises
-    StoreError, OSError.
-    """
+    """Upload files, any process its own; return what the store has. Raises StoreError, OSError."""
     sent: dict[str, Uploaded] = {}
 
     def one(name: str) -> None:
@@ -308,15 +313,7 @@ def send(
         for block in _blocks(path, None):
             digest.update(block)
         key = plan.key(name)
-        try:
-            info = place.upload(key, path, expected=plan.expected(place, key), progress=progress)
-        except ChangedError:
-            # The answer to an upload that succeeded may have been lost: then its own object is in
-            # its way.
-            found = place.stat(key)
-            if found is None or not _holds(place, key, found, before.st_size, digest.hexdigest()):
-                raise
-            info = found
+        info = place.upload(key, path, expected=plan.expected(place, key), progress=progress)
         after = os.stat(path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise ChangedError(
@@ -358,7 +355,11 @@ def finish_upload(
         _say_begun(place, plan)
         sent = _give_names(place, plan, sent)
     for name in plan.stale:
-        _delete_as_seen(place, plan, name)
+        try:
+            place.delete(name, expected=plan.expected(place, name))
+        except ChangedError:  # another object than this upload has seen, unless it has gone
+            if place.stat(name) is not None:
+                raise
     _compare(place, sent)
     begun = _parsed(place, UPLOAD, parse_begun)
     if begun is None or begun.upload != plan.upload:
@@ -366,8 +367,10 @@ def finish_upload(
             f"{place.name()}: another upload to this place started meanwhile, so this upload is "
             "not committed; next: wait until the other one has ended, then upload again"
         )
-    _put_record(place, COMMITTED, Commit(plan.upload, time.time(), sent).to_bytes())
-    _sweep(place)
+    place.put(COMMITTED, Commit(plan.upload, time.time(), sent).to_bytes())
+    # What uploads over an older checkpoint left harms nobody.
+    with suppress(OperationError, OSError):
+        together([name for name in place.list(JOURNAL) if name.startswith(_NEW)], place.delete)
 
 
 def upload_folder(
@@ -378,9 +381,7 @@ def upload_folder(
     keep: Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Upload a complete folder, its commit marker last. Raises OperationError: the folder stays
-    where it is.
-    """
+    """Upload a complete folder, its marker last. Raises OperationError."""
     files = staged_files(folder)
     if not place.abilities.in_place:
         _upload_at_once(place, folder, files, stale, keep)
@@ -420,9 +421,7 @@ def _upload_at_once(
 
 
 def remove_checkpoint(place: Store) -> None:
-    """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever
-    taken for complete.
-    """
+    """Delete a checkpoint, its marker first: half of one is never taken for complete."""
     there = place.list()
     if not place.abilities.in_place:
         seen = {name: info.etag for name, info in there.items()}
@@ -437,9 +436,7 @@ def remove_checkpoint(place: Store) -> None:
 
 
 def changed_since(place: Store) -> list[str] | None:
-    """Return the objects that came, changed or went since the commit marker was written; None
-    without a marker.
-    """
+    """Return what came, changed or went since the commit marker; None without one."""
     there = place.list()
     _, commit = _records(place, there)
     if commit is None:
@@ -483,32 +480,14 @@ def not_uploaded(
 
 
 def _say_begun(place: Store, plan: UploadPlan) -> None:
-    record = begun_now(plan.upload, plan.files).to_bytes()
-    _put_record(
-        place,
-        UPLOAD,
-        record,
-        (plan.seen.get(UPLOAD) or ABSENT) if place.abilities.conditions else ANY,
-    )
-
-
-def _put_record(place: Store, key: str, data: bytes, expected: str | Expected = ANY) -> None:
-    try:
-        place.put(key, data, expected=expected)
-    except ChangedError:
-        # The answer to a request that succeeded may have been lost, and the request been sent
-        # again.
-        found = place.stat(key)
-        if found is None or found.size != len(data) or place.read(key, 0, len(data)) != data:
-            raise
+    expected = (plan.seen.get(UPLOAD) or ABSENT) if place.abilities.conditions else ANY
+    place.put(UPLOAD, begun_now(plan.upload, plan.files).to_bytes(), expected=expected)
 
 
 def _give_names(
     place: Store, plan: UploadPlan, sent: Mapping[str, Uploaded]
 ) -> dict[str, Uploaded]:
-    """Have the store copy every new object over its name; it stays where it is until all of them
-    have theirs.
-    """
+    """Have the store copy every new object over its name, and keep it until the end."""
     named: dict[str, Uploaded] = {}
 
     def one(name: str) -> None:
@@ -555,21 +534,8 @@ def _ensure_as_seen(place: Store, plan: UploadPlan) -> None:
             )
 
 
-def _delete_as_seen(place: Store, plan: UploadPlan, name: str) -> None:
-    """Delete an object of the old checkpoint. Raises ChangedError where it is another one than the
-    upload has seen.
-    """
-    try:
-        place.delete(name, expected=plan.expected(place, name))
-    except ChangedError:
-        if place.stat(name) is not None:
-            raise
-
-
 def _compare(place: Store, expected: Mapping[str, Uploaded]) -> None:
-    """Raise ChangedError unless every object is there as it was sent; a listing may be late, so the
-    object is asked.
-    """
+    """Raise ChangedError unless every object is as sent; a listing may be late, so ask again."""
     there = place.list()
     for key, one in expected.items():
         found = there.get(key)
@@ -594,9 +560,7 @@ def _records(place: Store, there: Mapping[str, ObjectInfo]) -> tuple[Begun | Non
 
 
 def _parsed(place: Store, key: str, parse: Callable[[bytes], Any]) -> Any:
-    """Return a record, None where none is, or one that nobody can understand: it commits
-    nothing.
-    """
+    """Return a record, None without one that can be understood: it commits nothing."""
     info = place.stat(key)
     if info is None:
         return None
@@ -604,28 +568,6 @@ def _parsed(place: Store, key: str, parse: Callable[[bytes], Any]) -> Any:
         return parse(place.read(key, 0, info.size, etag=info.etag or None))
     except FormatError:
         return None
-
-
-def _sweep(place: Store) -> None:
-    """Delete what uploads over an older checkpoint left; it is not needed any more, and a failure
-    harms nobody.
-    """
-    with suppress(OperationError, OSError):
-        below = [name for name in place.list(JOURNAL) if name.startswith(_NEW)]
-        together(below, place.delete)
-
-
-def _holds(place: Store, key: str, info: ObjectInfo, size: int, sha256: str) -> bool:
-    return info.size == size and _digest(place, key, info) == sha256
-
-
-def _digest(place: Store, key: str, info: ObjectInfo) -> str:
-    digest = hashlib.sha256()
-    for begin in range(0, info.size, _BLOCK):
-        digest.update(
-            place.read(key, begin, min(_BLOCK, info.size - begin), etag=info.etag or None)
-        )
-    return digest.hexdigest()
 
 
 def _blocks(path: Path, progress: Progress | None) -> Iterable[bytes]:

@@ -176,6 +176,7 @@ def test_a_file_is_uploaded_in_parts(store: Store, tmp_path: Path) -> None:
     info = store.upload("big", tmp_path / "file", expected=ABSENT, progress=seen.append)
     assert sum(seen) == info.size == len(data)
     assert store.read("big", 0, len(data), etag=info.etag) == data
+    (tmp_path / "file").write_bytes(data[::-1])
     with pytest.raises(ChangedError):
         store.upload("big", tmp_path / "file", expected=ABSENT)
 
