@@ -246,20 +246,17 @@ class AzureStore(Store):
                 is_gone = _code(error) == "InvalidBlockList"
                 if not (is_gone or isinstance(self._judge(error), Refused)):
                     raise
-                if self._token(key) != token:
+                try:
+                    found = self.ask("get_blob_properties", self._path(key))
+                except Exception as second:
+                    if not isinstance(self._judge(second), FileNotFoundError):
+                        raise
+                    raise Refused from error
+                if (found.metadata or {}).get(MARK) != token:
                     raise Refused from error
                 return ""
 
         return self._persist(key, attempt, has_condition=True)
-
-    def _token(self, key: str) -> str:
-        try:
-            found = self.ask("get_blob_properties", self._path(key))
-        except Exception as error:
-            if isinstance(self._judge(error), FileNotFoundError):
-                return ""
-            raise
-        return str((found.metadata or {}).get(MARK, ""))
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         try:

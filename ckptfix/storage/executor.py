@@ -253,9 +253,7 @@ class Sharing(Executor, ABC):
     def _plan(
         self, what: str, units: Sequence[Unit], assume: Assume | None
     ) -> tuple[dict[int, Any], Sequence[int]]:
-        """Return the results that are known, and the numbers of the units that this process
-        does.
-        """
+        """Return the known results, and the numbers of the units that this process does."""
 
     def _gathered(self, what: str, found: dict[int, Any]) -> dict[int, Any]:
         """Return the results of all processes."""
@@ -276,9 +274,7 @@ def resuming(units: Sequence[Unit], known: Collection[int], partial: PartialResu
 
 
 class Sharded(Sharing):
-    """One share of a job array: a process that sees no other, and leaves its results for the run
-    that ends their work.
-    """
+    """One share of a job array, which leaves its results for the run that ends the work."""
 
     leads = False
     knows_all = False

@@ -231,17 +231,6 @@ def ensure_same_files(executor: Executor, paths: Iterable[Path]) -> None:
     executor.ensure_same(listed, lambda leader, theirs: _differs(leader, theirs, mine))
 
 
-def ensure_seen(folder: Path, remedy: str) -> None:
-    """Raise OperationError where this process does not see a folder that the leader has made for
-    all of them.
-    """
-    if not folder.is_dir():
-        raise OperationError(
-            f"{folder}: {os.uname().nodename} cannot see this folder, which rank 0 created for all "
-            f"ranks; {remedy}"
-        )
-
-
 @contextmanager
 def in_folder_of_leader(executor: Executor, folder: Path, remedy: str) -> Iterator[None]:
     """Let a process that does not lead write in a folder that the leader makes for all, and removes
@@ -252,7 +241,11 @@ def in_folder_of_leader(executor: Executor, folder: Path, remedy: str) -> Iterat
     """
     try:
         with executor.as_one():
-            ensure_seen(folder, remedy)
+            if not folder.is_dir():
+                raise OperationError(
+                    f"{folder}: {os.uname().nodename} cannot see this folder, which rank 0 created "
+                    f"for all ranks; {remedy}"
+                )
             yield
     except TeamError:
         sweep(folder.parent)
@@ -260,9 +253,7 @@ def in_folder_of_leader(executor: Executor, folder: Path, remedy: str) -> Iterat
 
 
 def ensure_same_names(executor: Executor, names: Sequence[str]) -> None:
-    """Find out whether all processes go through the same checkpoints. Raises OperationError where
-    not.
-    """
+    """Raise OperationError where processes go through different checkpoints."""
 
     def differs(leader: str, theirs: Sequence[str]) -> str:
         pairs = zip_longest(names, theirs)

@@ -48,19 +48,22 @@ _LONGEST = 256 << 20
 
 
 class Uploaded(NamedTuple):
-    """An object as it was uploaded: bytes, sha256 of the bytes, and the ETag that the store gave it
-    ("" on a mount).
-    """
+    """An object as it was uploaded; its sha256, and the store's ETag ("" on a mount)."""
 
     size: int
     sha256: str
     etag: str = ""
 
 
-class Begun(Struct, frozen=True):
-    """The record of an upload that has begun: its number, when and where, and the files that it
-    will write.
-    """
+class _Stored(Struct, frozen=True):
+    def to_bytes(self) -> bytes:
+        """Return the record as it is stored."""
+        record = {"version": _VERSION, **to_builtins(self)}
+        return (json.dumps(record, indent=1) + "\n").encode()
+
+
+class Begun(_Stored, frozen=True):
+    """The record of an upload that has begun, and the sizes of its files."""
 
     upload: str
     started: float
@@ -73,15 +76,9 @@ class Begun(Struct, frozen=True):
         """The bytes of every file."""
         return self.files
 
-    def to_bytes(self) -> bytes:
-        """Return the record as it is stored."""
-        return _stored(self)
 
-
-class Commit(Struct, frozen=True):
-    """The commit marker: the number of the upload, when it ended, and every object that it
-    wrote.
-    """
+class Commit(_Stored, frozen=True):
+    """The commit marker of an upload, with every object that it wrote."""
 
     upload: str
     ended: float
@@ -91,10 +88,6 @@ class Commit(Struct, frozen=True):
     def sizes(self) -> Mapping[str, int]:
         """The bytes of every object."""
         return {name: uploaded.size for name, uploaded in self.objects.items()}
-
-    def to_bytes(self) -> bytes:
-        """Return the marker as it is stored."""
-        return _stored(self)
 
 
 _Record = TypeVar("_Record", Begun, Commit)
@@ -122,9 +115,7 @@ def read_commit(folder: AnyPath) -> Commit | None:
 
 
 def read_begun(folder: AnyPath) -> Begun | None:
-    """Return the record of the upload that began last in a folder, None without one. Raises
-    FormatError, OSError.
-    """
+    """Return the record of the last upload, None without. Raises FormatError, OSError."""
     data = _read(folder / UPLOAD)
     return None if data is None else parse_begun(data)
 
@@ -147,9 +138,7 @@ def upload_problem(folder: AnyPath) -> str | None:
 
 
 def not_committed(begun: Begun, sizes: Mapping[str, int]) -> str:
-    """Return the words about an upload without its commit marker, of which objects of these sizes
-    are there.
-    """
+    """Return the words about an upload without its marker, by the sizes that are there."""
     there = {name: size for name, size in begun.files.items() if sizes.get(name) == size}
     arrived = f"{len(there)} of {count_of(len(begun.files), 'file')}"
     total = f"{human_size(sum(there.values()))} of {human_size(sum(begun.files.values()))}"
@@ -164,10 +153,6 @@ def _size(path: AnyPath) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _stored(record: Begun | Commit) -> bytes:
-    return (json.dumps({"version": _VERSION, **to_builtins(record)}, indent=1) + "\n").encode()
 
 
 def _parsed(data: bytes, kind: type[_Record], what: str) -> _Record:

@@ -63,9 +63,7 @@ class Owner(NamedTuple):
 
 
 def temporary_name(target: Path, purpose: str = WRITING) -> str:
-    """Return a new temporary name for ``target``; ``release`` it when nothing has that name any
-    more.
-    """
+    """Return a new temporary name for ``target``, to be released with ``release``."""
     short = os.fsdecode(os.fsencode(target.name)[:64])  # the full name might exceed 255 bytes
     name = f"{purpose}{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{short}"
     _in_use.add(name)
@@ -83,9 +81,7 @@ def is_temporary(name: str) -> bool:
 
 
 def target_of(path: AnyPath) -> AnyPath:
-    """Return what is written under a temporary name: the file or folder that a person knows; else
-    the path itself.
-    """
+    """Return the file or folder that is written under a temporary name; else the path."""
     if isinstance(path, StorePath):
         match = _NAME.fullmatch(path.name)
         return path.with_name(match["target"]) if match is not None and match["target"] else path
@@ -107,9 +103,7 @@ def owner_of(path: AnyPath) -> Owner | None:
 
 
 def holds_previous(folder: AnyPath) -> bool:
-    """Return whether a staging folder holds the checkpoint that it was to replace, and no successor
-    is in its place.
-    """
+    """Return whether a staging folder holds the old checkpoint, with no successor."""
     return lexists(folder / _OLD) and _holds_anything(folder / _NEW)
 
 
@@ -128,9 +122,7 @@ def this_machine() -> str:
 
 
 def outside_checkpoints(path: Path) -> Path:
-    """Return the nearest folder above ``path`` in which Accelerate takes no name for a
-    checkpoint.
-    """
+    """Return the nearest folder above that Accelerate does not read names from."""
     parent = path.parent
     while parent.name == "checkpoints":
         parent = parent.parent
@@ -164,9 +156,7 @@ _NEW, _OLD, _OUTPUT = "new", "old", "output"
 
 
 def keep_while(folder: Path, sign: Path) -> None:
-    """Keep a staging folder from every sweep while a file ``sign`` exists in the journal of a
-    checkpoint, durably.
-    """
+    """Keep a staging folder from sweeps while a file ``sign`` exists in a journal."""
     (folder / JOURNAL).mkdir(exist_ok=True)
     create_file(folder / NEEDED, os.fsencode(os.path.abspath(sign)))
     sync_folder(folder / JOURNAL)
@@ -174,9 +164,7 @@ def keep_while(folder: Path, sign: Path) -> None:
 
 
 def is_needed(folder: AnyPath) -> bool:
-    """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the
-    sign was moved.
-    """
+    """Return whether a staging folder is kept by its sign, or the sign's folder moved."""
     try:
         sign = Path(os.fsdecode(read_file(folder / NEEDED)))
     except (FileNotFoundError, NotADirectoryError):
@@ -197,19 +185,13 @@ def sweep(parent: Path) -> None:
         names = os.listdir(parent)
     for path in (parent / name for name in names if name.startswith(".ckptfix-")):
         with suppress(OSError):
-            if _is_left_over(path) and not is_needed(path):
+            owner = owner_of(path)
+            if owner is not None and not owner.is_running and not is_needed(path):
                 _remove(path, _output_of(path))
 
 
-def _is_left_over(path: Path) -> bool:
-    owner = owner_of(path)
-    return owner is not None and not owner.is_running
-
-
 def _remove(path: Path, output: Path | None) -> None:
-    """Remove something temporary; an old checkpoint in it that has no successor is put back at
-    ``output`` first.
-    """
+    """Remove something temporary; put an old checkpoint in it back at ``output`` first."""
     if holds_previous(path):
         with suppress(OSError):
             if output is not None:
@@ -227,9 +209,7 @@ def _remove(path: Path, output: Path | None) -> None:
 
 
 def _output_of(folder: Path) -> Path | None:
-    """Return the original path of the old checkpoint that was moved into a folder, None when
-    unknown.
-    """
+    """Return where the old checkpoint in a folder came from, None when unknown."""
     with suppress(OSError, ValueError):
         # Another user must not decide where files of this one go.
         if os.lstat(folder).st_uid == os.geteuid():
@@ -262,9 +242,7 @@ def temporary_file(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still
-    there then.
-    """
+    """Replace the file at ``path``, durably or not at all. Raises OSError."""
     with temporary_file(path, data) as new:
         os.replace(new, path)
     sync_folder(path.parent)
@@ -277,9 +255,7 @@ def ensure_writable(path: Path) -> None:
 
 
 def staging_folder() -> Path:
-    """Return the folder in which is written what goes to a store: that of CKPTFIX_STAGING, else
-    that of TMPDIR.
-    """
+    """Return the folder for what goes to a store: CKPTFIX_STAGING, else TMPDIR."""
     import tempfile  # imports bz2 and lzma, which a check does not need
 
     return Path(os.path.abspath(os.environ.get(STAGING_VARIABLE) or tempfile.gettempdir()))
@@ -452,23 +428,15 @@ def place_of(output: Path) -> "Store | None":
     return place_at(output)
 
 
-def free_space(output: Path) -> tuple[Path, int]:
-    """Return the folder in which an output will be written first, and the free bytes on its
-    disk.
-    """
-    where = output.absolute().parent if place_of(output) is None else staging_folder()
-    status = os.statvfs(where)
-    return where, status.f_bavail * status.f_frsize
-
-
 def ensure_space(output: Path, needed: int) -> None:
-    """Raise OperationError when the disk on which ``output`` is to be written has less space than
-    needed.
-    """
-    where, free = free_space(output)
+    """Raise OperationError when less than ``needed`` is free where ``output`` is written."""
+    folder = output.absolute().parent
+    where = folder if place_of(output) is None else staging_folder()
+    status = os.statvfs(where)
+    free = status.f_bavail * status.f_frsize
     if needed > free:
         sizes = f"needs {human_size(needed)} of free space, but only {human_size(free)} is free"
-        if where == output.absolute().parent:
+        if where == folder:
             raise OperationError(
                 f"{output}: {sizes} on this disk; next: free up space there, or choose another path"
             )

@@ -16,7 +16,7 @@ from hypothesis import given, strategies
 
 from ckptfix.errors import OperationError, TeamError
 from ckptfix.storage import launched_ranks
-from ckptfix.storage.executor import Do, Done, Remembering, Sharded, plan_shares
+from ckptfix.storage.executor import THREADS, Do, Done, Remembering, Sharded, plan_shares
 from ckptfix.storage.launched_ranks import Exchange, LaunchedRanks
 from ckptfix.storage.parallel import Progress, Share
 from ckptfix.storage.results import Identity, PartialResults, Request, Unit, Units
@@ -462,6 +462,11 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_see_the_folder_of_the_leader_is_named(tmp_path: Path) -> None:
-    launched_ranks.ensure_seen(tmp_path, "next: this")
-    with pytest.raises(OperationError, match=r"staging: .* cannot see this folder, .*; next: this"):
-        launched_ranks.ensure_seen(tmp_path / "staging", "next: this")
+    with launched_ranks.in_folder_of_leader(THREADS, tmp_path, "next: this"):
+        pass
+    words = r"staging: .* cannot see this folder, .*; next: this"
+    with (
+        pytest.raises(OperationError, match=words),
+        launched_ranks.in_folder_of_leader(THREADS, tmp_path / "staging", "next: this"),
+    ):
+        pass
