@@ -250,16 +250,12 @@ def _note_of(work: Workspace, path: PurePosixPath) -> Note:
 
 
 def _note_of_open(fd: int, path: PurePosixPath) -> Note:
-    _check_only_name(fd, path)
-    return Note(old=fingerprint_of_open(fd), metadata=Metadata.of(os.fstat(fd)))
-
-
-def _check_only_name(fd: int, path: PurePosixPath) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         raise OperationError(
             f"{path}: has {status.st_nlink} hard links; a change in place would change all of them"
         )
+    return Note(old=fingerprint_of_open(fd), metadata=Metadata.of(status))
 
 
 def _check_size(fd: int, path: PurePosixPath, expected: int) -> None:
@@ -290,9 +286,7 @@ def _check_still(path: Path, expected: Fingerprint | None) -> None:
 
 
 def _check_taken(old: Path, path: Path, expected: Fingerprint | None) -> None:
-    """Check that the recipe can rebuild the file in the journal, which may be deleted at the
-    commit.
-    """
+    """Check that the file in the journal, which a commit may delete, is the planned one."""
     found = fingerprint(old)
     if found != expected:
         raise OperationError(f"{path}: saved again while it was being moved") from _saved_again(
@@ -364,9 +358,7 @@ def undo_edit(
 def _undo_in_place(
     work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note
 ) -> None:
-    """Bring the file back durably to what it was before ``edit``. Raises JournalError and
-    OSError.
-    """
+    """Bring the file back durably to what it was. Raises JournalError and OSError."""
     path = work.at(edit.path)
     if not os.path.lexists(path):
         raise work.unexplained(path, "is missing")
@@ -456,9 +448,7 @@ def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
 
 
 def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
-    """Return True when every byte is the old or the new one: a torn write leaves its sectors in any
-    order.
-    """
+    """Return True when every byte is old or new: a torn write leaves sectors in any order."""
     if current in (old, new):
         return True
     if len(current) != len(old):
@@ -590,9 +580,7 @@ def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> N
 def _undo_replace(
     work: Workspace, index: int, edit: Replaced, note: Note, progress: Progress | None
 ) -> None:
-    """Undo a Replace; ``N.new`` exists exactly while the new file is not in place, or has a second
-    name here.
-    """
+    """Undo a Replace; ``N.new`` exists while the new file is not in place, or linked here."""
     assert not isinstance(edit.previous, Absent)
     path, new, old = work.at(edit.path), work.new(index), work.old(index, edit.previous)
     if not os.path.lexists(new):
@@ -614,9 +602,7 @@ def _undo_replace(
 
 
 def _check_place(work: Workspace, path: Path, ours: tuple[Path, ...], note: Note) -> None:
-    """Raise JournalError when a file is at ``path`` that is neither the previous nor the new
-    one.
-    """
+    """Raise JournalError for a file at ``path`` that is neither the previous nor the new."""
     if not os.path.lexists(path):
         return
     status = os.lstat(path)
@@ -673,9 +659,7 @@ def _rebuild(
     note: Note,
     progress: Progress | None,
 ) -> None:
-    """Rebuild the previous file at ``old``, complete or not at all, and check that it is the same
-    file.
-    """
+    """Rebuild the previous file at ``old``, the same one or not at all."""
     if not isinstance(previous, Recipe):
         raise JournalError(
             f"{old}: the previous version of {path} is no longer in the journal; "

@@ -120,9 +120,7 @@ def read_file(path: AnyPath) -> bytes:
 
 
 def keep(path: Path, kept: Path) -> None:
-    """Give the inode at ``path`` the second name ``kept``; where links are not possible, move it
-    there.
-    """
+    """Give the inode at ``path`` the name ``kept``, too; without links, move it there."""
     try:
         os.link(path, kept, follow_symlinks=False)
     except OSError as error:
@@ -134,9 +132,7 @@ def keep(path: Path, kept: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder of the journal and the files and links in it. Raises OSError when it is
-    itself a link.
-    """
+    """Delete a folder of the journal with its files. Raises OSError when it is a link."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for name in os.listdir(fd):
@@ -153,9 +149,7 @@ _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # an old kernel or l
 
 
 def renameat2(source: Path, target: Path, flags: int = _NOREPLACE) -> None:
-    """Rename unless ``target`` exists, in one step of the kernel. Raises FileExistsError,
-    OSError.
-    """
+    """Rename in one step of the kernel. Raises FileExistsError, OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is None:
@@ -182,9 +176,7 @@ def rename_to_free(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return False where the kernel or the file system cannot.
-    Raises OSError.
-    """
+    """Exchange two names in one step; return False where that is impossible. Raises OSError."""
     try:
         renameat2(one, other, _EXCHANGE)
     except OSError as error:
@@ -195,9 +187,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename durably to a free name, which is synced first, so that no crash leaves the file
-    without a name.
-    """
+    """Rename durably to a free name, synced first: no crash leaves the file without a name."""
     rename_to_free(source, target)
     sync_folder(target.parent)
     if source.parent != target.parent:

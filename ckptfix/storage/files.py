@@ -52,9 +52,7 @@ class FileReader(Struct, frozen=True):
         return data
 
     def fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises as ``read``
-        does.
-        """
+        """Fill ``view`` from ``offset`` on, in any thread. Raises as ``read`` does."""
         self._ensure_inside(offset, len(view))
         done = 0
         while done < len(view):
@@ -72,9 +70,7 @@ class FileReader(Struct, frozen=True):
         return FileReader(self.fd, length, self.path, self.start + offset)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to read ranges that will be asked for: all at once, instead of one seek after the
-        other.
-        """
+        """Begin to read ranges that will be asked for, all at once."""
         for offset, length in ranges:
             os.posix_fadvise(self.fd, self.start + offset, length, os.POSIX_FADV_WILLNEED)
 
@@ -158,30 +154,22 @@ class Prefix(Protocol):
         """Return whether objects below a folder were listed."""
 
     def names(self, folder: str) -> tuple[Iterable[str], Iterable[str]] | None:
-        """Return the names of the objects and of the folders in a folder, None where none was
-        listed.
-        """
+        """Return the names of the objects and of the folders in a folder, None without any."""
 
     def number(self, key: str) -> int:
-        """Return what tells an object from all others here, as an inode does: a moved one keeps
-        its own.
-        """
+        """Return what tells an object from all others, as an inode does; a moved one keeps it."""
 
     def objects_below(self, folder: str) -> "dict[str, ObjectInfo]":
         """Return every object in and below a folder by its key relative to it."""
 
     def has_gone(self, folder: str) -> bool:
-        """Return whether the store has no object any more in or below a folder. False where that
-        cannot be found out.
-        """
+        """Return whether the store says now that no object is in or below a folder."""
 
     def reader(self, path: "StorePath") -> FileReader:
         """Return the reader of an object. Raises OSError as ``open`` does."""
 
     def read_many(self, ranges: "Sequence[ObjectRange]") -> list[bytes]:
-        """Return the bytes of ranges. A failure is kept: whoever catches it must not report
-        success.
-        """
+        """Return the bytes of ranges. A failure is kept for ``raise_failure``."""
 
     def below(self, folder: str) -> "Prefix":
         """Return the objects in and below a folder alone, with the same cache."""
@@ -189,18 +177,13 @@ class Prefix(Protocol):
     def showing(
         self, folder: str, names: "Mapping[str, Shown | None]", *, store: "Store | None" = None
     ) -> AbstractContextManager[None]:
-        """Let names show other objects, or nothing, until the end of the block.
-
-        Names and keys are relative to the folder, and keys to ``store`` where it is given.
-        """
+        """Let names show other objects, or nothing, until the end of the block."""
 
     def refresh(self) -> None:
         """List the prefix anew, after the store was changed. Raises StoreError."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Raise a failure of the store at the end of the block even where it was caught on its way:
-        what was not read is not ok.
-        """
+        """Raise at the end of the block also what was caught on its way."""
 
     def raise_failure(self, *, since: int = 0) -> None:
         """Raise the first failure of the store after the first ``since`` ones."""
@@ -303,9 +286,7 @@ class StorePath:
 
     @property
     def key(self) -> str | None:
-        """The key relative to the prefix that was listed, "" for itself, None for a path outside of
-        it.
-        """
+        """The key relative to the listed prefix, "" for itself, None for a path outside."""
         if self.url == self.files.url:
             return ""
         start = f"{self.files.url}/"
@@ -341,7 +322,7 @@ class StorePath:
         """Return whether an object was listed."""
         return self.info is not None
 
-    def is_dir(self) -> bool:
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """Return whether objects below were listed."""
         return self.key is not None and self.files.has_folder(self.key)
 
@@ -349,7 +330,7 @@ class StorePath:
         """Return False: a store has no links."""
         return False
 
-    def stat(self) -> os.stat_result:
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return size and time of an object as the status of a file; of a folder its mode alone.
 
         Raises FileNotFoundError.
@@ -414,9 +395,7 @@ def is_url(path: object) -> bool:
 
 
 def local_path(path: Any) -> Any:
-    """Return the path that a ``file://`` URL names, and anything else as it is. Raises
-    UsageError.
-    """
+    """Return the path that a ``file://`` URL names, else what was given. Raises UsageError."""
     if not isinstance(path, str) or not path.startswith("file://"):
         return path
     place = path.removeprefix("file://").removeprefix("localhost")
@@ -429,9 +408,7 @@ def local_path(path: Any) -> Any:
 
 @contextmanager
 def sparing(path: AnyPath, *, is_thrifty: bool = True) -> Iterator[None]:
-    """Leave out small reads below a path of a store that cost a request each, in this block; or do
-    them, whatever holds around it.
-    """
+    """Leave out (or do) small reads that cost a request each, in this block."""
     if not isinstance(path, StorePath):
         yield
         return
@@ -557,9 +534,7 @@ def same_place(path: AnyPath, other: AnyPath) -> bool:
 
 
 def is_listed(path: AnyPath) -> bool:
-    """Return whether what is at a path is known without another listing: False next to the prefix
-    that was opened.
-    """
+    """Return whether no other listing is needed to know a path: False next to the prefix."""
     return not isinstance(path, StorePath) or path.key is not None
 
 
@@ -580,38 +555,15 @@ class Entry(Protocol):
         """Return its status."""
 
 
-class _StoreEntry(NamedTuple):
-    name: str
-    path: StorePath
-    is_folder: bool
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self.is_folder
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self.path.stat()
-
-
 def folder_entries(folder: AnyPath) -> AbstractContextManager[Iterable[Entry]]:
     """Return the entries of a folder, as ``os.scandir``. Raises OSError."""
     if not isinstance(folder, StorePath):
         return os.scandir(folder)
-    files, folders = _names(folder)
-    return nullcontext(
-        (
-            *(_StoreEntry(name, folder / name, False) for name in files),
-            *(_StoreEntry(name, folder / name, True) for name in folders),
-        )
-    )
+    return nullcontext([folder / name for name in names_in(folder)])
 
 
 def names_in(folder: AnyPath) -> list[str]:
-    """Return the names in a folder; one next to the prefix that was opened is listed. Raises OSError,
-    StoreError.
-    """
+    """Return the names in a folder. Raises OSError, StoreError."""
     if isinstance(folder, StorePath):
         files, folders = _names(folder)
         return [*files, *folders]
@@ -631,9 +583,7 @@ def folders_in(folder: AnyPath) -> list[str]:
 
 
 def folders_next_to(path: AnyPath) -> list[str]:
-    """Return the names of the folders in the folder of a path, its own among them; none next to a
-    bucket. Raises as ``folders_in`` does.
-    """
+    """Return the names of the folders in the folder of a path. Raises as ``folders_in``."""
     return [] if path.parent == path else folders_in(path.parent)
 
 

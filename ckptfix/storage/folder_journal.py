@@ -76,9 +76,7 @@ class Metadata(Struct, frozen=True, kw_only=True):
         )
 
     def restore(self, fd: int) -> bool:
-        """Restore each field that differs and may be changed; return False when the time may not
-        (not the owner).
-        """
+        """Restore what differs and may be changed; return False when the time may not."""
         current = os.fstat(fd)
         moved = (current.st_uid, current.st_gid) != (self.uid, self.gid)
         if moved:
@@ -101,9 +99,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @contextmanager
 def journal_errors(file: Path) -> Iterator[None]:
-    """Turn errors in reading and decoding ``file`` into a JournalError:
-    ROOT/.ckptfix/NUMBER.STATE/NAME.
-    """
+    """Turn errors of reading and decoding ``file`` into a JournalError."""
     try:
         yield
     except JournalError:
@@ -206,9 +202,7 @@ VERSION = 1
 
 
 class TransactionRecord(Struct, frozen=True, kw_only=True):
-    """Contents of ``plan.json`` and ``literals``. ``watched``: every path whose change makes an
-    undo refuse.
-    """
+    """Contents of ``plan.json`` and ``literals``. ``watched``: as of TransactionInfo."""
 
     target: str
     summary: object
@@ -237,9 +231,7 @@ def write_record(folder: Path, record: TransactionRecord) -> None:
 
 
 def read_record(folder: Path) -> TransactionRecord:
-    """Read a record of ``write_record``. Raises JournalError when a byte changed or the contents
-    are invalid.
-    """
+    """Read what ``write_record`` wrote. Raises JournalError for any other contents."""
     plan, literals = folder / "plan.json", folder / "literals"
     with journal_errors(plan):
         digest, _, body_text = read_file(plan).partition(b"\n")
@@ -257,33 +249,7 @@ def read_record(folder: Path) -> TransactionRecord:
         data = read_file(literals)
         if hashlib.sha256(data).hexdigest() != expected:
             raise damaged(literals, "the sha256 in plan.json")
-    with journal_errors(plan):
-        return _decode_body(body, data)
-
-
-def _decode_body(body: dict[str, Any], literals: bytes) -> TransactionRecord:
-    take = _taker(literals)
-    record = TransactionRecord(
-        target=text(body["target"]),
-        summary=body["summary"],
-        created=time_of(body["created"]),
-        edits=tuple(_decode(edit, take) for edit in body["edits"]),
-        watched=tuple(path_of(path) for path in body["watched"]),
-    )
-    if record.target:
-        path_of(record.target)
-    needed: set[PurePosixPath] = set()
-    for edit in record.edits:
-        check_edit(edit)
-        needed.update(edited_paths(edit))
-        needed.update(read_paths(edit))
-    if not needed <= set(record.watched):
-        raise ValueError(f"{min(needed - set(record.watched))} is not among the watched files")
-    return record
-
-
-def _taker(literals: bytes) -> Callable[[object], bytes]:
-    view, position = memoryview(literals), 0
+    view, position = memoryview(data), 0
 
     def take(length: object) -> bytes:
         nonlocal position
@@ -294,7 +260,24 @@ def _taker(literals: bytes) -> Callable[[object], bytes]:
             )
         return bytes(view[start:position])
 
-    return take
+    with journal_errors(plan):
+        record = TransactionRecord(
+            target=text(body["target"]),
+            summary=body["summary"],
+            created=time_of(body["created"]),
+            edits=tuple(_decode(edit, take) for edit in body["edits"]),
+            watched=tuple(path_of(path) for path in body["watched"]),
+        )
+        if record.target:
+            path_of(record.target)
+        needed: set[PurePosixPath] = set()
+        for edit in record.edits:
+            check_edit(edit)
+            needed.update(edited_paths(edit))
+            needed.update(read_paths(edit))
+        if not needed <= set(record.watched):
+            raise ValueError(f"{min(needed - set(record.watched))} is not among the watched files")
+        return record
 
 
 def _encode(edit: Record, literals: bytearray) -> list[Any]:
@@ -395,9 +378,7 @@ class Workspace(Struct, frozen=True):
     folder: Path
 
     def at(self, path: PurePosixPath) -> Path:
-        """Return the full path of a file of the checkpoint. Raises OperationError below a symbolic
-        link.
-        """
+        """Return the full path of a file. Raises OperationError below a symbolic link."""
         return locate(self.root, path)
 
     def new(self, index: int) -> Path:
@@ -417,29 +398,21 @@ class Workspace(Struct, frozen=True):
         return self.folder / f"{index}.tail"
 
     def copy(self, index: int) -> Path:
-        """Return the path of the copy of a file that got a second name; the copy is changed in its
-        place.
-        """
+        """Return the path of the copy that replaces a file with a second name."""
         return self.folder / f"{index}.copy"
 
     @property
     def was_committed(self) -> bool:
-        """True when every edit was applied: this is an undo, not the roll-back of an interrupted
-        run.
-        """
+        """True when every edit was applied: this is an undo, not a roll-back."""
         return os.path.lexists(self.folder / "after.json")
 
     @property
     def any_time(self) -> bool:
-        """True when files may have other modification times than the journal says (``undo
-        --force``).
-        """
+        """True when files may have other times than the journal says (``--force``)."""
         return os.path.lexists(self.folder / "any-time")
 
     def accept_any_time(self, accept: bool = True) -> None:
-        """Make durable that modification times prove nothing: an interrupted ``undo --force`` goes
-        on as one.
-        """
+        """Make durable that times prove nothing: a killed ``--force`` goes on as one."""
         if accept and not self.any_time:
             create_file(self.folder / "any-time", b"", mode=0o600)
             sync_folder(self.folder)
@@ -481,9 +454,7 @@ class Workspace(Struct, frozen=True):
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file of the checkpoint that is to be changed in place; a symbolic link is an
-    OSError.
-    """
+    """Open a file that is to be changed in place; a symbolic link is an OSError."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield fd
@@ -607,9 +578,7 @@ def _digest_or_none(value: object) -> str:
 def write_after(
     folder: Path, after: dict[PurePosixPath, Fingerprint | None], samples: dict[PurePosixPath, str]
 ) -> None:
-    """Write the transaction's result: one fingerprint per path, None for an absent file, and
-    ``samples_digest``.
-    """
+    """Write a fingerprint for each path (None: absent), and ``samples_digest``."""
     listed = {str(path): digest for path, digest in samples.items()}
     create_file(
         folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600
@@ -636,9 +605,7 @@ def read_after(
 
 
 def read_samples(folder: Path) -> dict[PurePosixPath, str]:
-    """Return the digests of pages between the ends of files, empty for a journal of 0.4.0. Raises
-    JournalError.
-    """
+    """Return digests of pages between the ends; none of 0.4.0. Raises JournalError."""
     if not os.path.lexists(folder / _SAMPLES):
         return {}
     with journal_errors(folder / _SAMPLES):

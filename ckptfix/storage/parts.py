@@ -19,9 +19,7 @@ MARK = "ckptfix"
 
 
 class Part(NamedTuple):
-    """One part of an object: a range that the store copies, or pieces that travel through this
-    machine.
-    """
+    """One part: a range that the store copies, or pieces that travel through here."""
 
     pieces: tuple[Piece, ...]
     is_copied: bool

@@ -117,9 +117,7 @@ def ensure_folder(path: Path) -> None:
 
 
 def check_path(path: PurePosixPath) -> None:
-    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is not a
-    valid name.
-    """
+    """Raise OperationError for a path out of the folder, in a journal, or not valid."""
     if str(path) in (MANIFEST, COMMITTED):
         return
     inside = path.parts and not path.is_absolute() and ".." not in path.parts
@@ -161,9 +159,7 @@ def locate(root: Path, path: PurePosixPath) -> Path:
 
 
 def command(verb: str, root: AnyPath | str, target: str = "", *options: str) -> str:
-    """Return the command line that runs ``ckptfix VERB`` on the folder, or on the file ``target``
-    in it.
-    """
+    """Return the command that runs ``ckptfix VERB`` on the folder, or on a file in it."""
     where: AnyPath | str = root
     if not isinstance(root, str) or not is_url(root):
         where = (Path(root) if isinstance(root, str) else root) / target
@@ -186,9 +182,7 @@ def shell_path(path: AnyPath | str) -> str:
 
 
 def _quoted(character: str) -> str:
-    """Return a character as it is between ``$'`` and ``'``; always three octal digits, as another
-    may follow.
-    """
+    """Return a character between ``$'`` and ``'``; three octal digits, as one may follow."""
     if character in "'\\":
         return f"\\{character}"
     if escape(character) == character:
@@ -201,9 +195,7 @@ def _quoted(character: str) -> str:
 
 
 def forget(root: AnyPath) -> str:
-    """Return the advice that always works: keep the files, and delete the journal but not the
-    manifest.
-    """
+    """Return the advice that always works: delete the journal, but not the manifest."""
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
 
 
@@ -211,9 +203,7 @@ _REFUSED = "cannot be read"
 
 
 def leads_nowhere(path: AnyPath) -> str:
-    """Return in words why a name that exists is not a file: a broken link, or a folder; "" for a
-    file or no name.
-    """
+    """Return why a name is not a file: a broken link, a folder; "" for a file or no name."""
     try:
         return "a folder" if stat.S_ISDIR(stat_of(path).st_mode) else ""
     except FileNotFoundError:
@@ -228,9 +218,7 @@ def leads_nowhere(path: AnyPath) -> str:
 
 
 def unreadable(path: AnyPath, error: OSError) -> str:
-    """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the
-    command to fix it.
-    """
+    """Return why ``path`` cannot be read, and the command that permits it."""
     if not isinstance(error, PermissionError) or isinstance(path, StorePath):
         return f"{_REFUSED}: {cause(path, error)}"
     blocked, status = _blocked(path)
@@ -257,9 +245,7 @@ def unreadable(path: AnyPath, error: OSError) -> str:
 
 
 def refusal(problem: str) -> str:
-    """Return a problem of reading as the predicate of a sentence: ``unreadable`` returns one
-    already.
-    """
+    """Return a problem of reading as a predicate, as ``unreadable`` returns it."""
     return problem if problem.startswith(_REFUSED) else f"{_REFUSED}: {problem}"
 
 
@@ -282,9 +268,7 @@ def described(error: Exception) -> str:
 
 
 def cause(path: AnyPath, error: OSError) -> str:
-    """Return in words why an operation on ``path`` failed: without a number, and with the link that
-    leads to itself.
-    """
+    """Return why an operation on ``path`` failed, with the link that leads to itself."""
     if error.errno != errno.ELOOP or isinstance(path, StorePath):
         return error.strerror or str(error)
     link = next((one for one in (*reversed(path.parents), path) if _loops(one)), path)

@@ -15,9 +15,7 @@ from ckptfix.storage.files import AnyPath, FileReader, StorePath, stat_of
 
 
 class FileIdentity(NamedTuple):
-    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes,
-    times in nanoseconds.
-    """
+    """Facts that distinguish a file from others and from its earlier versions."""
 
     size: int
     mtime_ns: int
@@ -42,9 +40,7 @@ def identity(path: AnyPath) -> FileIdentity:
 
 
 def ensure_unchanged(root: AnyPath, known: Mapping[PurePosixPath, FileIdentity]) -> None:
-    """Raise FileChangedError when a file below ``root`` does not have its size and time of
-    ``known`` any more.
-    """
+    """Raise FileChangedError when a file has another size or time than ``known`` says."""
     for path, was in known.items():
         now = identity(root / path)
         # Some FUSE mounts number an unchanged file anew once the kernel forgot it, so inodes are
@@ -70,9 +66,7 @@ def unchanged(root: AnyPath, known: Mapping[PurePosixPath, FileIdentity]) -> Ite
 
 
 def read_start(path: AnyPath, most: int) -> bytes | None:
-    """Return the first bytes of a file, ``most`` at most, None for anything but a regular file.
-    Raises OSError.
-    """
+    """Return at most ``most`` first bytes, None for no regular file. Raises OSError."""
     if isinstance(path, StorePath):
         reader = path.files.reader(path)
         return reader.read(0, min(most, reader.size))
@@ -148,9 +142,7 @@ class OpenFiles:
             os.close(self._open.popitem()[1])
 
     def fill(self, view: memoryview, path: AnyPath, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Raises FileChangedError when the
-        file ends earlier.
-        """
+        """Fill ``view`` from ``offset`` on. Raises FileChangedError when the file is shorter."""
         if isinstance(path, StorePath):
             reader = path.files.reader(path)
             if offset + len(view) > reader.size:

@@ -65,17 +65,13 @@ class Unit(NamedTuple):
 
 
 class Units:
-    """Maker of units from values that are the same in every process but for their paths; it looks
-    at each file once.
-    """
+    """Maker of units, which are the same in every process; looks at each file once."""
 
     def __init__(self) -> None:
         self._known: dict[AnyPath, Identity] = {}
 
     def of(self, value: object, size: int, offset: int = 0) -> Unit:
-        """Return the unit of a value made of Structs, tuples, words, numbers and the paths of
-        files.
-        """
+        """Return the unit of a value made of Structs, tuples, words, numbers and paths."""
         paths: dict[AnyPath, int] = {}
         key = json.dumps(_plain(value, paths), separators=(",", ":"))
         return Unit(key, size, tuple(map(self._identity, paths)), offset)
@@ -131,9 +127,7 @@ class Request(NamedTuple):
     version: str = ""
 
     def is_same(self, other: "Request") -> bool:
-        """Return whether the results of one are those of the other; the number of shares does not
-        matter.
-        """
+        """Return whether results are of the same command, by any number of shares."""
         mine, theirs = (
             json.dumps([*one[:3], one.version], sort_keys=True) for one in (self, other)
         )
@@ -150,9 +144,7 @@ class Request(NamedTuple):
 
 
 def own_version() -> str:
-    """Return the version of this ckptfix, "unknown" for one that runs from a folder and was never
-    installed.
-    """
+    """Return the version of this ckptfix, "unknown" where it was never installed."""
     # It takes long, and most runs do without.
     from importlib.metadata import PackageNotFoundError, version
 
@@ -177,9 +169,7 @@ class PartialResults:
         self._unsynced = 0
 
     def request(self) -> Request | None:
-        """Return the command that the results are of; None when there are none. Raises
-        OperationError, OSError.
-        """
+        """Return the command of the results, None without any. Raises OperationError, OSError."""
         try:
             document = json.loads((self.folder / _REQUEST).read_bytes())
             if document["format"] != FORMAT:
@@ -200,9 +190,7 @@ class PartialResults:
         return request
 
     def begin(self, request: Request) -> None:
-        """Take note of the command. Raises OperationError when the folder has results of another
-        one, OSError.
-        """
+        """Note the command. Raises OperationError for results of another one, OSError."""
         old = self.request()
         is_empty = old is not None and old.shares == request.shares == 0 and self.oldest() is None
         if old is not None and not old.is_same(request) and not is_empty:
@@ -221,9 +209,7 @@ class PartialResults:
         write_file(self.folder / _REQUEST, json.dumps(document, indent=1).encode() + b"\n")
 
     def known(self, what: str, units: Sequence[Unit]) -> dict[int, Any]:
-        """Return the results of these units that any process has left here: number of the unit ->
-        result.
-        """
+        """Return the results of these units that any process has left here, by number."""
         results = dict(self._lines())
         names = (_name(what, unit) for unit in units)
         return {number: results[name] for number, name in enumerate(names) if name in results}
@@ -233,9 +219,7 @@ class PartialResults:
         yield from (result for _, result in self._lines())
 
     def add(self, what: str, unit: Unit, result: Any) -> None:
-        """Add a result, from any thread; a process that is killed after this has not worked in
-        vain.
-        """
+        """Add a result, from any thread; a kill after this costs nothing."""
         line = json.dumps([_name(what, unit), result])
         with self._lock:
             if self._fd is None:
@@ -271,9 +255,7 @@ class PartialResults:
                 os.rmdir(self.folder.parent)
 
     def oldest(self) -> float | None:
-        """Return when the first of the results was read, in seconds since 1970; None when there are
-        none.
-        """
+        """Return when the first results were made, in seconds since 1970, None without any."""
         times = []
         with suppress(OSError):
             for name in os.listdir(self.folder):

@@ -149,9 +149,7 @@ def commit(
 
 
 def carry_out(attempt: Attempt, prove: Callable[[], None]) -> None:
-    """Take an attempt through its states: made, proven, committed, finished. Raises as ``commit``
-    does.
-    """
+    """Take an attempt through its states. Raises as ``commit`` does."""
     try:
         with attempt.made():
             prove()
