@@ -269,7 +269,13 @@ class ObjectAttempt:
         if draft.plan.undoes is not None:
             yield
             return
-        with self._files.showing("", _shown(number, draft, new)):
+        shown: dict[str, Shown | None] = {}
+        for index, change in enumerate(draft.plan.changes):
+            shown[change.key] = None
+            if change.size is not None:
+                moved = moved_from(draft.contents[index], draft.pins)
+                shown[change.key] = Shown(f"{folder(number)}/new/{index}", new[index], moved)
+        with self._files.showing("", shown):
             yield
         # Also of a read while it was planned: what could not be read decides nothing.
         self._files.raise_failure()
@@ -427,18 +433,6 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
         f"transferred: {travel}{alone}; nothing was changed; next, to allow this: run the same "
         "command with --transfer"
     )
-
-
-def _shown(number: int, draft: Draft, new: Mapping[int, ObjectInfo]) -> dict[str, Shown | None]:
-    """Return what each changed name shows for a proof: its new object, None where it goes."""
-    shown: dict[str, Shown | None] = {}
-    for index, change in enumerate(draft.plan.changes):
-        if change.size is None:
-            shown[change.key] = None
-            continue
-        moved = moved_from(draft.contents[index], draft.pins)
-        shown[change.key] = Shown(f"{folder(number)}/new/{index}", new[index], moved)
-    return shown
 
 
 def _finish(

@@ -52,18 +52,13 @@ def places_of(source: str, output: str) -> Places:
             f"{scheme}://{bucket}/...); next: name another prefix of {scheme}://{bucket}, or copy "
             "the checkpoint there and repair the copy"
         )
-    prefixes = [f"{one}/" if one else "" for one in (path, to_path)]
-    if prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0]):
-        if prefixes[0] == prefixes[1]:
-            what = "is the source itself"
-        else:
-            what = (
-                f"{'contains' if prefixes[0].startswith(prefixes[1]) else 'is inside'} the source"
-            )
+    source_prefix, copy_prefix = (f"{one}/" if one else "" for one in (path, to_path))
+    if source_prefix.startswith(copy_prefix) or copy_prefix.startswith(source_prefix):
         raise UsageError(
-            f"{escape(output)} {what}; next: name another prefix, such as {escape(source)}-repaired"
+            f"{escape(output)} overlaps the source; next: name another prefix, such as "
+            f"{escape(source)}-repaired"
         )
-    return Places(open_store(f"{scheme}://{bucket}"), prefixes[0], prefixes[1])
+    return Places(open_store(f"{scheme}://{bucket}"), source_prefix, copy_prefix)
 
 
 def check_free(output: str) -> None:

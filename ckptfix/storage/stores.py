@@ -544,7 +544,7 @@ class Store:
         return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
 
     def keeps_conditions(self, key: str) -> bool:
-        """Return whether the store refuses writes on conditions. ``key``: a free one."""
+        """Return whether the store refuses a write whose condition fails. ``key``: a free one."""
         return self.abilities.conditions
 
     def mark(self, key: str) -> str:

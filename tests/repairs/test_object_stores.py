@@ -366,10 +366,10 @@ def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(
         ("s3://other/run/repaired_7", "a store can only copy within one bucket"),
         (
             f"{URL}/inside",
-            f"/inside is inside the source; next: name another prefix, such as {URL}-repaired",
+            f"/inside overlaps the source; next: name another prefix, such as {URL}-repaired",
         ),
-        ("s3://simulated/run", "/run contains the source"),
-        (f"{URL}/", f"{URL} is the source itself"),
+        ("s3://simulated/run", "/run overlaps the source"),
+        (f"{URL}/", f"{URL} overlaps the source"),
         ("repaired_7", "repaired_7 is a local path"),
     ],
 )
