@@ -15,11 +15,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of, put
-from ckptfix.cli.teamwork import leave
+from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of
+from ckptfix.cli.teamwork import Process
 from ckptfix.cli.verb_options import asked_form
 from ckptfix.errors import OperationError
-from ckptfix.wording import escape
 
 _HELP = {"-h", "--help", "--version"}
 _COMPLETE = "_CKPTFIX_COMPLETE"
@@ -167,11 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # In a locale without UTF-8 a name must not end in a traceback.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    status = run(given)
+    process = Process(asked_form(given))
+    status = run(given, process)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a reader that went away
             stream.flush()
-    status = leave(status)
+    status = process.leave(status)
     # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a
     # tenth of a second.
     os._exit(status)
@@ -209,22 +209,25 @@ def _run_script(arguments: list[str]) -> None:
         script()
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], process: Process | None = None) -> int:
     """Run the command line and return its exit status; stdout gets the document that was asked for
     in any case.
     """
-    form = asked_form(arguments)
+    process = process or Process(asked_form(arguments))
+    report = process.report
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
         )  # one that came during the imports (__main__)
-        result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
+        result = cli.main(
+            args=list(arguments), prog_name="ckptfix", standalone_mode=False, obj=process
+        )
         if isinstance(result, int):
             return result
         return _fail(
             f"{' '.join(arguments[:1])} ended without an exit status; this is a bug in ckptfix",
             3,
-            form,
+            report,
         )
     except SystemExit:
         # click's own way to end when the reader of its help has gone, or when it completed a line
@@ -232,27 +235,23 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if _HELP.intersection(arguments) or _COMPLETE in os.environ else 3
     # A verb that had begun to write raises Interrupted.
     except (click.exceptions.Abort, KeyboardInterrupt):
-        return _fail("interrupted: nothing was changed", INTERRUPTED, form)
+        return _fail("interrupted: nothing was changed", INTERRUPTED, report)
     except click.ClickException as error:
-        if form is Form.TEXT:
+        if report.form is Form.TEXT:
             with suppress(BrokenPipeError):
                 error.show()
             return error.exit_code
-        return _fail(error.format_message(), error.exit_code, form)
+        return _fail(error.format_message(), error.exit_code, report)
     except FAILURES as error:
-        return _fail(*ending_of(error), form)
+        return _fail(*ending_of(error), report)
     except Exception as error:  # python's own status would be 1, as of damage
         import traceback  # never needed, one hopes
 
-        if form is Form.TEXT:
-            put(traceback.format_exc().rstrip(), err=True)
-        return _fail(*ending_of(error), form)
+        if report.form is Form.TEXT:
+            report.put(traceback.format_exc().rstrip(), err=True)
+        return _fail(*ending_of(error), report)
 
 
-def _fail(message: str, status: int, form: Form) -> int:
-    if form is Form.TEXT:
-        put(f"ckptfix: {escape(message)}", err=True)
-        return status
-    report = Report(form)
-    report.message(message)
+def _fail(message: str, status: int, report: Report) -> int:
+    report.message(f"ckptfix: {message}")
     return report.finish({"error": message}, status)

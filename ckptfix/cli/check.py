@@ -104,7 +104,7 @@ def check_command(
     if html is not None:
         if not recursive:
             raise click.UsageError("--html shows the checkpoints of runs; add -r")
-        ensure_writable(html, [path for path in paths if not is_url(path)])
+        ensure_writable(report, html, [path for path in paths if not is_url(path)])
     with ExitStack() as opened:
         loaders = opened.enter_context(_loaders(recursive)) if loads else None
         return _check_all(

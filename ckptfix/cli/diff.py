@@ -2,7 +2,7 @@
 
 import click
 
-from ckptfix.cli.report import Report, ensure_writable, write_page
+from ckptfix.cli.report import Report, ensure_writable, publish
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.storage.executor import Executor
 
@@ -55,7 +55,7 @@ def diff_command(
     proven because values of a model, or an optimizer that both have, cannot be compared.
     """
     if html is not None:
-        ensure_writable(html, (a, b))
+        ensure_writable(report, html, (a, b))
     from ckptfix.verification.diff import diff
 
     with report.progress(f"comparing {a} and {b}") as progress:
@@ -64,6 +64,6 @@ def diff_command(
     if html is not None:
         from ckptfix.verification.diff_page import html_page
 
-        write_page(html, html_page(result))
-        report.line(f"page: {html}")
+        if publish(report, html, html_page(result)):
+            return report.finish(result, 3)
     return report.finish(result, result.status)

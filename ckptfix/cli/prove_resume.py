@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ckptfix.cli.report import Report, ensure_writable, write_page
+from ckptfix.cli.report import Report, ensure_writable, publish
 from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.errors import UsageError
 
@@ -95,7 +95,7 @@ def prove_resume_command(
     3 a run failed.
     """
     if html is not None:
-        ensure_writable(html, [str(output)] if output is not None else [])
+        ensure_writable(report, html, [str(output)] if output is not None else [])
     from ckptfix.training.resume_proofs.resume_proof import Request, prove_resume
 
     try:
@@ -108,6 +108,6 @@ def prove_resume_command(
     if html is not None:
         from ckptfix.training.resume_proofs.certificate import html_page
 
-        write_page(html, html_page(result))
-        report.line(f"page: {html}")
+        if publish(report, html, html_page(result)):
+            return report.finish(result, 3)
     return report.finish(result, result.status)

@@ -149,12 +149,13 @@ class Report:
     """Output of a verb: lines for a person, or one document at the end.
 
     ``quiet``: print no lines and no progress; a document, a path that was asked for and a failure
-    are printed still.
+    are printed still. ``is_silent``: print nothing at all, because another process does.
     """
 
     def __init__(self, form: Form = Form.TEXT, *, quiet: bool = False) -> None:
         self.form = form
         self.quiet = quiet
+        self.is_silent = False
         self._annotations: list[Annotation] = []
         self._list = ""  # the key of the list whose elements are printed as they come
 
@@ -172,7 +173,7 @@ class Report:
         """Print annotations, or keep them for the document; no other format has any."""
         if self.form is Form.GITHUB:
             for annotation in annotations:
-                put(github_line(annotation))
+                self.put(github_line(annotation))
         elif self.form is Form.SARIF:
             self._annotations += annotations
 
@@ -191,7 +192,7 @@ class Report:
                 click.style(escape(span.text), fg=span.colour, bold=span.bold or None)
                 for span in text.spans
             )
-            put("".join(styled))
+            self.put("".join(styled))
 
     def line(self, text: str = "", *, colour: str | None = None, bold: bool = False) -> None:
         """Print one line of the result."""
@@ -209,15 +210,17 @@ class Report:
             return
         if null:
             text = str(path)
-            put(os.fsencode(f"./{text}" if text.startswith("-") else text) + b"\0", newline=False)
+            self.put(
+                os.fsencode(f"./{text}" if text.startswith("-") else text) + b"\0", newline=False
+            )
         else:
-            put(shell_path(path))
+            self.put(shell_path(path))
 
     def message(self, text: str) -> None:
         """Print a message that is not a result: to stderr, or as an annotation of the run."""
         self.annotate([Annotation(Severity.ERROR, text.removeprefix("ckptfix: "))])
         if self.form is Form.TEXT:
-            put(escape(text), err=True)
+            self.put(escape(text), err=True)
 
     @property
     def has_begun(self) -> bool:
@@ -232,10 +235,10 @@ class Report:
         checkpoints.
         """
         if self.form is Form.JSONL:
-            put(json_text(document))
+            self.put(json_text(document))
         elif self.form is Form.JSON:
             head = ", " if self._list else f'{{"version": {JSON_VERSION}, {json_text(key)}: ['
-            put(head + json_text(document), newline=False)
+            self.put(head + json_text(document), newline=False)
             self._list = key
 
     def finish(self, document: Serialized | Mapping[str, object], status: int) -> int:
@@ -247,7 +250,7 @@ class Report:
         if self._list:
             pairs = document.items() if isinstance(document, Mapping) else document.json_items()
             rest = {key: value for key, value in pairs if key != self._list}
-            put(
+            self.put(
                 "]"
                 + "".join(_json_object({**rest, "status": status}.items(), "")).replace(
                     "{", ", ", 1
@@ -265,11 +268,11 @@ class Report:
             ):
                 text += part
                 if len(text) >= _BLOCK:
-                    put(text, newline=False)
+                    self.put(text, newline=False)
                     text = ""
-            put(text)
+            self.put(text)
         elif self.form is Form.SARIF:
-            put(json_text(sarif(self._annotations, status)))
+            self.put(json_text(sarif(self._annotations, status)))
         return status
 
     def break_off(self, error: Exception) -> int:
@@ -279,15 +282,20 @@ class Report:
         if not self.has_begun:
             raise error
         message, status = ending_of(error)
-        put(f"ckptfix: {escape(message)}", err=True)
+        self.put(f"ckptfix: {escape(message)}", err=True)
         return self.finish({"error": message}, status)
+
+    def put(self, text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
+        """Print text as ``put`` does, unless another process prints for this one."""
+        if not self.is_silent:
+            put(text, newline=newline, err=err)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:
         """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and
         only if used.
         """
-        if _muted or self.quiet or self.form is not Form.TEXT or not can_redraw():
+        if self.is_silent or self.quiet or self.form is not Form.TEXT or not can_redraw():
             yield lambda count: None
             return
         bar: Any = None
@@ -309,33 +317,12 @@ class Report:
                 bar.close()
 
 
-_muted = False
-
-
-def mute() -> None:
-    """Print nothing from now on: another process of the team does."""
-    global _muted
-    _muted = True
-
-
-def unmute() -> None:
-    """Print again."""
-    global _muted
-    _muted = False
-
-
-def put(
-    text: str | bytes, *, newline: bool = True, err: bool = False, is_of_all: bool = False
-) -> None:
+def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
-
-    ``is_of_all``: also of a process of a team for which another one prints.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair
     continues. Any other failure, such as a full disk, is reported on stderr.
     """
-    if _muted and not is_of_all:
-        return
     try:
         click.echo(text, nl=newline, err=err)
     except OSError as error:
@@ -425,14 +412,14 @@ _TITLE = b"<title>ckptfix "
 _HEAD = 1024  # bytes within which every page has its title
 
 
-def ensure_writable(html: str, inputs: Sequence[str]) -> None:
+def ensure_writable(report: Report, html: str, inputs: Sequence[str]) -> None:
     """Find out before the work of minutes whether the page can be written; an existing file stays
     as it is.
 
     ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be
     written.
     """
-    if _muted:
+    if report.is_silent:
         return
     page = Path(os.path.realpath(html))
     for given in inputs:
@@ -448,24 +435,17 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
         raise UsageError(f"--html {html} cannot be written: {cause(Path(html), error)}") from error
 
 
-def write_page(html: str, text: str) -> None:
-    """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come
-    there meanwhile.
-    """
-    if _muted:
-        return
-    page = Path(os.path.realpath(html))
-    if os.path.lexists(page) and not _is_ours(page):
-        raise FileExistsError(
-            errno.EEXIST, "a file that is not a ckptfix report has appeared there", html
-        )
-    staged.write_file(page, text.encode("utf-8"))
-
-
 def publish(report: Report, html: str, text: str) -> str:
-    """Write a page and name it; return in words why it could not be written, "" where it was."""
+    """Write a page, complete or not at all, and name it; return in words why it could not be
+    written, "" where it was.
+    """
+    if report.is_silent:
+        return ""
+    page = Path(os.path.realpath(html))
     try:
-        write_page(html, text)
+        if os.path.lexists(page) and not _is_ours(page):
+            raise FileExistsError(errno.EEXIST, "a file that is not a ckptfix report has appeared")
+        staged.write_file(page, text.encode("utf-8"))
     except OSError as error:
         problem = f"--html {html}: {error.strerror}; no page was written"
         report.message(f"ckptfix: {problem}")

@@ -105,7 +105,7 @@ def scrub_command(
     subsets = parse_subset(subset)
     share = Share.parse(shard) if shard is not None else None
     if html is not None:
-        ensure_writable(html, [path for path in paths if not is_url(path)])
+        ensure_writable(report, html, [path for path in paths if not is_url(path)])
     roots = sorted({escape(place_named(path)) for path in paths})
     scope = json.dumps([roots, str(share or "")])
     file = Path(state_file) if state_file is not None else default_state(str(share or ""))

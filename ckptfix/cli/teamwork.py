@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfix.cli import report as printing
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Form, Interrupted, Report, put
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage.executor import THREADS, Executor, Remembering, Sharded
 from ckptfix.storage.files import is_url
@@ -33,8 +32,27 @@ _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTF
 
 TO_CONTINUE = "run the same command again to continue where this run stopped"
 
-_ranks: "LaunchedRanks | None" = None
-"""The ranks that this process has joined, for ``leave``."""
+
+class Process:
+    """This process of a command line: its report, and the ranks that it has joined, None alone."""
+
+    def __init__(self, form: Form = Form.TEXT) -> None:
+        self.report = Report(form)
+        self.ranks: LaunchedRanks | None = None
+
+    def leave(self, status: int) -> int:
+        """Return the exit status of rank 0, on every rank. Everything must have been printed by
+        now.
+        """
+        if self.ranks is None:
+            return status
+        if not self.ranks.leads:
+            # Ctrl-C reaches rank 0, too, which says in what state it left the folder.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return self.ranks.finish(status)
+        except TeamError:
+            return status if self.ranks.leads else max(status, 3)
 
 
 def share_options() -> list[click.Parameter]:
@@ -53,16 +71,21 @@ def share_options() -> list[click.Parameter]:
 
 
 def run_shared(
-    verb: str, params: Mapping[str, Any], report: Report, shard: str | None, partial: str | None,
+    verb: str, params: Mapping[str, Any], process: Process, shard: str | None, partial: str | None,
     work: Callable[[Executor], int], unfit: str,
 ) -> int:  # fmt: skip
     """Run a verb with the executor that it was started for; return its exit status.
 
     ``params``: the verb's own. ``unfit``: why its work has no shares, "" where it has.
     """
+    report = process.report
+
+    def say(words: str) -> None:
+        report.put(f"ckptfix: {words}", err=True)
+
     place = _launched()
     if place is None and shard is None and not unfit and not report.quiet:
-        _say_alone()
+        _say_alone(say)
     paths = [str(path) for path in params.get("paths", ())]
     # The only verb that writes into a checkpoint anyway.
     is_lone_seal = partial is None and verb == "seal" and len(paths) == 1 and not is_url(paths[0])
@@ -92,18 +115,18 @@ def run_shared(
     if place is None:
         old = results.request() if results is not None else None
         if results is not None and old is not None and old.shares and old.is_same(request):
-            return _finish(Remembering(results, _say, old.shares), work)
+            return _finish(Remembering(results, say, old.shares), work)
         if results is None or partial is None:
             return work(THREADS)
         results.begin(request)
-        return _finish(Remembering(results, _say), work)
+        return _finish(Remembering(results, say), work)
     own = "" if is_default else f" --partial {shell_path(partial or 'FOLDER')}"
     words = f"{request.command}{own} --shard {place.share}"
     remedy = "run it again with --partial FOLDER, which keeps the results if it fails again"
     if results is not None:
         remedy = TO_CONTINUE
     share_words = f"start each process as a share: bash -c {shlex.quote(words)}"
-    ranks = _joined(place, results, share_words, remedy)
+    ranks = _joined(process, place, results, share_words, remedy, say)
 
     def begun(executor: Executor) -> int:
         if ranks.leads and results is not None:
@@ -115,7 +138,9 @@ def run_shared(
     return _finish(ranks, begun)
 
 
-def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], unfit: str) -> Any:
+def run_by_one(
+    verb: str, params: Mapping[str, Any], process: Process, work: Callable[[], Any], unfit: str
+) -> Any:
     """Run a verb whose work is not shared: rank 0 does it, and the others end with its status.
 
     ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
@@ -127,7 +152,7 @@ def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], Any], un
         raise UsageError(f"{unfit}; {_ONE_PROCESS}")
     request = _request(verb, params)
     remedy = f"CKPTFIX_TEAM=0 {request.command}"
-    ranks = _joined(place, None, "run it in one process, without the launcher", remedy)
+    ranks = _joined(process, place, None, "run it in one process, without the launcher", remedy)
     with ranks.as_one():
         _ensure_alike(ranks, request)
     return work() if ranks.leads else 0  # in the end, the others wait for the leader's status
@@ -152,37 +177,42 @@ def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
             )
 
 
-def _joined(place: Any, results: PartialResults | None, apart: str, remedy: str) -> "LaunchedRanks":
+def _joined(
+    process: Process,
+    place: Any,
+    results: PartialResults | None,
+    apart: str,
+    remedy: str,
+    say: Callable[[str], None] = lambda words: None,
+) -> "LaunchedRanks":
     """Join the ranks that were started with this process; from then on rank 0 alone prints.
 
     ``apart``: the next step where they cannot meet; ``remedy``: the one after a failure.
     """
-    global _ranks
     from ckptfix.storage.launched_ranks import LaunchedRanks
     from ckptfix.training.rendezvous import join
 
-    if place.rank:
-        printing.mute()
+    process.report.is_silent = place.rank > 0
     try:
         exchange = join(place, apart)
     except TeamError as error:  # nobody knows whether rank 0 is there to print it
         if place.rank:
             _shout(TeamError(str(error)))
         raise
-    _ranks = LaunchedRanks(
-        place.rank, place.total, exchange, partial=results, say=_say, shout=_shout, remedy=remedy
+    process.ranks = LaunchedRanks(
+        place.rank, place.total, exchange, partial=results, say=say, shout=_shout, remedy=remedy
     )
-    return _ranks
+    return process.ranks
 
 
 def _shout(error: TeamError) -> None:
     """Print an error though rank 0 prints for all, with the traceback of a fault of ckptfix."""
-    printing.put(f"ckptfix: {escape(str(error))}", err=True, is_of_all=True)
+    put(f"ckptfix: {escape(str(error))}", err=True)
     cause = error.__cause__
     if cause is not None and not isinstance(cause, CkptfixError | OSError):
         import traceback  # never needed, one hopes
 
-        printing.put("".join(traceback.format_exception(cause)), err=True, is_of_all=True)
+        put("".join(traceback.format_exception(cause)), err=True)
 
 
 def _ensure_alike(ranks: "LaunchedRanks", request: Request) -> None:
@@ -232,7 +262,7 @@ def _finish(executor: Executor, work: Callable[[Executor], int]) -> int:
             raise
         # A verb that writes has said in which state it left the folder.
         words = f"interrupted: nothing was changed; {TO_CONTINUE}"
-        raise printing.Interrupted(words) from None
+        raise Interrupted(words) from None
     finally:
         if results is not None:
             results.close()
@@ -261,11 +291,11 @@ def _run_share(
     request = _request(verb, params, share.total)
     results.begin(request)
     executor = Sharded(share, results)
-    printing.mute()
+    report.is_silent = True
     try:
         _finish(executor, work)
     finally:
-        printing.unmute()
+        report.is_silent = False
     resumed = f" ({executor.resumed} from an earlier run)" if executor.resumed else ""
     size = human_size(executor.nbytes)
     report.line(f"share {share}: {count_of(executor.units, 'unit')}{resumed}, {size}", bold=True)
@@ -290,19 +320,6 @@ def end_of(request: Request, folder: Path) -> str:
         os.path.abspath(folder)
     )
     return f"{request.command}{'' if is_default else f' --partial {shell_path(folder)}'}"
-
-
-def leave(status: int) -> int:
-    """Return the exit status of rank 0, on every rank. Everything must have been printed by now."""
-    if _ranks is None:
-        return status
-    if not _ranks.leads:
-        # Ctrl-C reaches rank 0, too, which says in what state it left the folder.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return _ranks.finish(status)
-    except TeamError:
-        return status if _ranks.leads else max(status, 3)
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:
@@ -330,7 +347,7 @@ def _launched() -> Any:
     return launched(os.environ)
 
 
-def _say_alone() -> None:
+def _say_alone(say: Callable[[str], None]) -> None:
     """Say that a process works alone though a launcher started several: a shell script may be
     between the two.
     """
@@ -339,12 +356,8 @@ def _say_alone() -> None:
     from ckptfix.training.rendezvous import SWITCH, left_alone
 
     if (place := left_alone(os.environ)) is not None:
-        _say(
+        say(
             f"working alone, because the parent process has the same rank ({place.rank} of "
             f"{place.total}); to share the work among {place.total} processes: export {SWITCH}=1; "
             f"to work alone without this message: export {SWITCH}=0"
         )
-
-
-def _say(words: str) -> None:
-    printing.put(f"ckptfix: {words}", err=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from ckptfix.cli.report import COLOUR, Form, Report
-from ckptfix.cli.teamwork import run_by_one, run_shared, share_options
+from ckptfix.cli.report import COLOUR, Form
+from ckptfix.cli.teamwork import Process, run_by_one, run_shared, share_options
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import is_url
 from ckptfix.wording import escape
@@ -114,12 +114,14 @@ class Verb(click.Command):
         as_json, form, quiet = (ctx.params.pop(name) for name in ("as_json", "form", "quiet"))
         if as_json and form not in (Form.TEXT.value, Form.JSON.value):
             raise click.UsageError(f"--json and --format {form} contradict each other", ctx)
-        report = Report(Form.JSON if as_json else Form(form), quiet=quiet)
+        process = ctx.ensure_object(Process)
+        report = process.report
+        report.form, report.quiet = Form.JSON if as_json else Form(form), quiet
         invoke = super().invoke
         if self.shared is None:
             own = dict(ctx.params)
             ctx.params["report"] = report
-            return run_by_one(str(self.name), own, lambda: invoke(ctx), self.unfit(own))
+            return run_by_one(str(self.name), own, process, lambda: invoke(ctx), self.unfit(own))
         shard, partial = (ctx.params.pop(name, None) for name in ("shard", "partial"))
         own = dict(ctx.params)
         ctx.params["report"] = report
@@ -128,7 +130,7 @@ class Verb(click.Command):
             ctx.params["executor"] = executor
             return int(invoke(ctx))
 
-        return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
+        return run_shared(str(self.name), own, process, shard, partial, work, self.shared(own))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. ``--help --all`` lists every option."""

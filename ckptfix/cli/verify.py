@@ -47,7 +47,7 @@ def reload(
 
     name = path if source is None else str(source)
     if html is not None:
-        ensure_writable(html, (path,))
+        ensure_writable(report, html, (path,))
     if is_url(path):  # safetensors and torch open files by themselves
         with open_files(path) as place:
             from tempfile import gettempdir

@@ -219,12 +219,15 @@ def test_reports_within_reports_are_printed_as_they_are(
     assert capsys.readouterr().out == json.dumps(expected) + "\n"
 
 
-def test_a_file_that_comes_to_the_place_of_a_page_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_file_that_comes_to_the_place_of_a_page_meanwhile_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The place is looked at before the work of minutes."""
     page = tmp_path / "page.html"
-    report.ensure_writable(str(page), ())
+    output = report.Report()
+    report.ensure_writable(output, str(page), ())
     page.write_text("mine")
-    with pytest.raises(FileExistsError, match="is not a ckptfix report"):
-        report.write_page(str(page), "<!DOCTYPE html>")
+    assert "is not a ckptfix report" in report.publish(output, str(page), "<!DOCTYPE html>")
+    assert "no page was written" in capsys.readouterr().err
     assert page.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [page]
