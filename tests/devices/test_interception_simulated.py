@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptfix.devices import interception, probe, transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
-from ckptfix.devices.routing import TransferError, bypassed
+from ckptfix.devices.routing import bypassed
 from ckptfix.devices.transfers import counters, safe_transfers, staged_pairs
 from tests.simulated.models import (
     THREE,
@@ -39,8 +39,7 @@ def older_torch(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterat
     monkeypatch.delenv(transfers.VARIABLE, raising=False)
     monkeypatch.setattr(probe, "cached_report", lambda: None)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: ALL)
-    transfers._told.update({ALL})
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", {False, True})
+    monkeypatch.setattr(transfers, "_told", {ALL, interception.NOT_COVERED_BY_FALLBACK})
     before = {
         name: getattr(accelerate.hooks, name)
         for name in ("send_to_device", "set_module_tensor_to_device")
@@ -156,13 +155,6 @@ def test_generate(simulator: Simulator) -> None:
     remove_safe_transfers(model)
 
 
-def test_refusing(simulator: Simulator) -> None:
-    model = accelerate.dispatch_model(transformer(), dict(THREE))
-    with safe_transfers("raise"), pytest.raises(TransferError, match="from cuda:0 to cuda:1"):
-        logits_of(model)
-    assert simulator.count() == 0
-
-
 def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
@@ -180,7 +172,7 @@ def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.Monk
 def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    monkeypatch.setattr(transfers, "_told", {ALL})
     with pytest.warns(
         UserWarning, match=r"not staged: everything except the moves of accelerate's hooks.*NCCL"
     ) as said:
@@ -189,11 +181,6 @@ def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
     assert said[0].filename == __file__
     for model in models:
         remove_safe_transfers(model)
-    with (
-        pytest.warns(UserWarning, match=r"are not refused: .*\.to\(device\) in a model's code"),
-        safe_transfers("raise"),
-    ):
-        assert torch.ones(2, device="cuda:0").to("cuda:1").sum() == 2
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    monkeypatch.setattr(transfers, "_told", {ALL})
     with safe_transfers("never"):
         pass
