@@ -79,7 +79,9 @@ class Transfers(Brief, Struct, frozen=True, kw_only=True, eq=False):
         They are counted only while something is staged; all zero on a machine with fewer than two
         devices.
         """
-        return _since(self._before)
+        now = ROUTER.counts.all()
+        pairs = sorted({*ordered_pairs(), *now})
+        return {pair: now.get(pair, Count()) - self._before.get(pair, Count()) for pair in pairs}
 
 
 class _Installed(Protocol):
@@ -91,7 +93,6 @@ _lock = threading.Lock()
 _references: list[Transfers] = []
 _given_back: deque[Transfers] = deque()
 _installed: _Installed | None = None
-_at_beginning: Mapping[Pair, Count] = {}
 _told: set[object] = set()
 """Pairs, and lists of what is not covered, of which a warning was given."""
 
@@ -116,19 +117,6 @@ def safe_transfers(mode: Mode | str = Mode.AUTO) -> Iterator[Transfers]:
 def staged_pairs() -> frozenset[Pair]:
     """Return the ordered pairs whose copies are staged now."""
     return ROUTER.staged
-
-
-def counters() -> Mapping[Pair, Count]:
-    """Return the copies of every ordered pair, staged and direct, since staging last began; kept
-    when it ends.
-    """
-    return _since(_at_beginning)
-
-
-def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
-    now = ROUTER.counts.all()
-    pairs = sorted({*ordered_pairs(), *now})
-    return {pair: now.get(pair, Count()) - before.get(pair, Count()) for pair in pairs}
 
 
 def acquire(mode: Mode | str, *, holder: str) -> Transfers:
@@ -187,10 +175,8 @@ def _take_back() -> None:
 
 def _settle() -> None:
     """Install or remove what the references ask for; the caller holds the lock."""
-    global _installed, _at_beginning
+    global _installed
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
-    if staged and not ROUTER.staged:
-        _at_beginning = ROUTER.counts.all()
     ROUTER.staged = staged
     if staged and _installed is None:
         _installed = Override(ROUTER.carry) if can_override() else HookPatch(ROUTER.takes_host)

@@ -15,7 +15,7 @@ from torch import nn
 from ckptfix.devices import interception, probe, transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.routing import bypassed
-from ckptfix.devices.transfers import counters, safe_transfers, staged_pairs
+from ckptfix.devices.transfers import acquire, safe_transfers, staged_pairs
 from tests.simulated.models import (
     THREE,
     balanced_map,
@@ -63,12 +63,13 @@ def test_forward_and_backward_of_a_dispatched_model(simulator: Simulator, make: 
     logits, gradients = gradients_of(on_one_device(make()))
     simulator.clear_log()
     break_links(simulator)
+    counted = acquire("never", holder="a test")
     model = dispatch_model(make(), THREE if make is transformer else balanced_map(make()))
     found_logits, found = gradients_of(model)
     assert torch.equal(found_logits, logits)
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
     assert simulator.count() == 0
-    assert counters()[0, 1].staged > 0
+    assert counted.counters()[0, 1].staged > 0
     remove_safe_transfers(model)
 
 
@@ -79,7 +80,7 @@ def test_a_gradient_comes_back_the_way_its_tensor_went(
     _, gradients = gradients_of(on_one_device(transformer()))
     break_links(simulator, broken)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: frozenset({broken}))
-    monkeypatch.setattr(transfers, "say", lambda message: None)
+    monkeypatch.setattr(transfers, "warn_caller", lambda message: None)
     model = dispatch_model(transformer(), THREE)
     found = gradients_of(model)[1]
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)

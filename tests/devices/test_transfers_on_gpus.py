@@ -22,7 +22,7 @@ from ckptfix.devices.interception import Override
 from ckptfix.devices.routing import TransferError, bypassed
 from ckptfix.devices.staged_copies import PIECE, staged_copy
 from ckptfix.devices.torch_devices import device, device_count, device_type, ordered_pairs
-from ckptfix.devices.transfers import acquire, counters, release, safe_transfers
+from ckptfix.devices.transfers import acquire, release, safe_transfers
 from tests.devices.one_device import RoundTrip
 from tests.simulated.simulator import running
 
@@ -257,6 +257,7 @@ def test_a_split_model_with_side_streams() -> None:
     batch = torch.randn(1024, 512)
     right = accelerate.dispatch_model(layers, {"": 0}, force_hooks=True)(batch).cpu()
     accelerate.hooks.remove_hook_from_module(layers, recurse=True)
+    held = acquire("never", holder="a test")
     model = dispatch_model(
         layers, {str(number): number % 2 for number in range(6)}, safe_transfers="always"
     )
@@ -267,8 +268,8 @@ def test_a_split_model_with_side_streams() -> None:
     out = model(batch)
     torch.testing.assert_close(out.cpu(), right)
     out.sum().backward()
-    assert counters()[1, 0].staged > 0
-    assert sum(count.direct for count in counters().values()) == 0
+    assert held.counters()[1, 0].staged > 0
+    assert sum(count.direct for count in held.counters().values()) == 0
     remove_safe_transfers(model)
 
 

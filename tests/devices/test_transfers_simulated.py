@@ -14,12 +14,11 @@ import torch
 
 from ckptfix.devices import probe, routing, staged_copies, transfers
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
-from ckptfix.devices.routing import Count, TransferError, bypassed
+from ckptfix.devices.routing import ROUTER, Count, TransferError, bypassed
 from ckptfix.devices.transfers import (
     Mode,
     Transfers,
     acquire,
-    counters,
     release,
     safe_transfers,
     staged_pairs,
@@ -262,9 +261,9 @@ def test_references_come_and_go_while_other_threads_copy(simulator: Simulator) -
         thread.join()
     assert not wrong
     assert TORCHS_OWN not in kernel(), "what stays hands every copy on"
-    before, direct = counters(), len(simulator.log()[0, 1])
+    before, direct = ROUTER.counts.all(), len(simulator.log()[0, 1])
     move()
-    assert counters() == before
+    assert ROUTER.counts.all() == before
     assert len(simulator.log()[0, 1]) == direct + 1
     with safe_transfers("always") as held:
         move()
@@ -348,13 +347,12 @@ def test_counters(simulator: Simulator) -> None:
                 move(2, 1, 1)
         assert inner.counters()[0, 1] == Count(staged=1, staged_bytes=56)
         assert inner.counters()[2, 1] == Count(direct=1, direct_bytes=8)
-        assert held.counters()[0, 1] == counters()[0, 1] == Count(staged=2, staged_bytes=96)
+        assert held.counters()[0, 1] == Count(staged=2, staged_bytes=96)
         assert set(held.counters()) == ALL
         assert held.counters()[1, 2] == Count()
-    assert counters()[0, 1].staged == 2, "kept"
-    with safe_transfers("always"):
-        assert counters()[0, 1] == Count(), "a new installation begins anew"
-    assert held.counters()[0, 1].staged == 2
+    with safe_transfers("always") as later:
+        assert later.counters()[0, 1] == Count()
+    assert held.counters()[0, 1].staged == 2, "kept"
 
 
 def test_a_strided_copy_without_peer_access_is_counted_once(
