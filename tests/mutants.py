@@ -98,15 +98,15 @@ MUTANTS = (
         ("test_guard.py", "test_guard_anew.py"),
     ),
     Mutant(
-        "transfers: events of an unproven pair are trusted",
-        "Waiting.DEVICE if pair in ways.trusted else Waiting.HOST",
-        "Waiting.DEVICE",
-        ("test_transfers_simulated.py::test_events_are_trusted_only_on_pairs_that_are_proven",),
+        "transfers: a piece leaves its slot before it is in it",
+        "        engine.wait(engine.mark(Queue.SOURCE))\n",
+        "        engine.mark(Queue.SOURCE)\n",
+        ("test_staged_copies_order.py::test_every_schedule_delivers",),
     ),
     Mutant(
         "transfers: a copy of an unproven pair goes directly",
-        "        if not self._is_staged(ways, {pair}, pair, source):",
-        "        if self._is_staged(ways, {pair}, pair, source):",
+        "        if not self._is_staged(pair):\n",
+        "        if self._is_staged(pair):\n",
         ("test_transfers_simulated.py::test_always_stages_every_pair",),
     ),
     Mutant(

@@ -4,17 +4,15 @@ import contextlib
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 
-import accelerate
-import torch
 from msgspec import Struct
-
-import ckptfix
 
 _NOT_THE_USER = (
     *(
-        os.path.dirname(os.path.abspath(path)) + os.sep
-        for path in (str(ckptfix.__file__), accelerate.__file__, torch.__file__)
+        os.path.dirname(os.path.abspath(spec.origin)) + os.sep
+        for name in ("ckptfix", "accelerate", "torch")
+        if (spec := find_spec(name)) is not None and spec.origin is not None
     ),
     contextlib.__file__,
     # The import system's own frames, between a module's code and what imports it.

@@ -6,12 +6,12 @@ included, until ``remove_safe_transfers`` or until it is collected: keep the mod
 backward pass has run. A deep copy of it holds none of its own.
 """
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -19,98 +19,10 @@ import accelerate.big_modeling
 import torch
 from torch import nn
 
+from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.patching import Patch, Patches
 from ckptfix.devices.torch_devices import device_type
-from ckptfix.devices.transfers import (
-    Mode,
-    Transfers,
-    acquire,
-    mode_meant,
-    mode_named,
-    release,
-    say,
-)
-from ckptfix.errors import UsageError
-
-
-def follow_devices(model: nn.Module) -> Callable[[], None]:
-    """Make the device of each block current inside its forward, and restore the former one
-    afterwards, whatever ends it.
-
-    Accelerate moves tensors and never sets the current device: a kernel that does not look where
-    its tensors are launches on device 0 from a block on device 1 (unsloth #6831). The blocks are
-    those to which accelerate gave a device other than that of what holds them. Returns what ends
-    it.
-    """
-    name = device_type()
-    # Weakly: the function that ends the guards must not keep the model alive.
-    guards = [
-        weakref.ref(_Guard(block, name, index))
-        for block, index in _blocks(model, name, None)
-        if name is not None
-    ]
-
-    def end() -> None:
-        for reference in guards:
-            guard = reference()
-            if guard is not None:
-                guard.end()
-
-    return end
-
-
-class _Guard:
-    """A block's own forward, which accelerate's hooks call, on its device.
-
-    torch's hooks behind a forward are left out when it is interrupted from the keyboard: this one
-    ends in any case. It lies below accelerate's hooks, so that those may be replaced, and copies of
-    the model have copies of it.
-    """
-
-    def __init__(self, block: nn.Module, name: str, index: int) -> None:
-        at = "_old_forward" if "_old_forward" in vars(block) else "forward"
-        forward = getattr(block, at)
-        functools.update_wrapper(self, forward)  # which may bring attributes along
-        self._block = block
-        self._name = name
-        self._index = index
-        self._forward = forward
-        setattr(block, at, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        devices = torch.get_device_module(self._name)
-        before = devices.current_device()
-        try:
-            devices.set_device(self._index)
-            return self._forward(*args, **kwargs)
-        finally:
-            devices.set_device(before)
-
-    def end(self) -> None:
-        """Restore the old forward, unless somebody replaced this one since."""
-        for at in ("_old_forward", "forward"):  # accelerate's hook may have been taken off
-            if vars(self._block).get(at) is self:
-                setattr(self._block, at, self._forward)
-
-
-def _blocks(
-    module: nn.Module, name: str | None, outer: int | None
-) -> Iterator[tuple[nn.Module, int]]:
-    index = _index(getattr(module, "_hf_hook", None), name)
-    if index is not None and index != outer:
-        yield module, index
-    for child in module.children():
-        yield from _blocks(child, name, outer if index is None else index)
-
-
-def _index(hook: Any, name: str | None) -> int | None:
-    for inner in getattr(hook, "hooks", (hook,)):
-        where = getattr(inner, "execution_device", None)
-        if where is not None and where not in ("meta", "disk"):
-            found = torch.device(where)
-            if found.type == name:
-                return 0 if found.index is None else int(found.index)
-    return None
+from ckptfix.devices.transfers import Mode, Transfers, acquire, mode_meant, release
 
 
 def forget_freed_weights(model: nn.Module) -> None:
@@ -159,18 +71,17 @@ def _states(hook: Any) -> Iterator[Mapping[str, Any]]:
         yield state
 
 
-class _Effect(Enum):
-    """Effect of a dispatch on a model."""
+class _Origin(Enum):
+    """The dispatch that a model's reference comes from."""
 
-    ASKED = "a reference from dispatch_model"
-    PATCHED = "a reference from the patch of accelerate"
-    GUARD = "device guards"
+    ASKED = "dispatch_model"
+    PATCHED = "the patch of accelerate"
 
 
-_Ends = dict[_Effect, "weakref.finalize[..., Any]"]
+_Ends = dict[_Origin, "weakref.finalize[..., Any]"]
 
 _ends: "weakref.WeakKeyDictionary[nn.Module, _Ends]" = weakref.WeakKeyDictionary()
-"""Dispatched model -> effect of its dispatch -> function that ends it."""
+"""Dispatched model -> origin of a reference -> function that gives it back."""
 
 _under_way: list[nn.Module] = []
 """Models that are being dispatched by this module, which the patch of accelerate must leave alone.
@@ -182,23 +93,19 @@ def dispatch_model(
     device_map: Mapping[str, int | str | torch.device],
     *more: Any,
     safe_transfers: Mode | str = Mode.AUTO,
-    force_cuda_to_cuda_via_cpu: bool = False,
-    device_guard: bool = False,
     **accelerate_arguments: Any,
 ) -> nn.Module:
     """Do ``accelerate.dispatch_model`` with safe copies between devices.
 
     ``safe_transfers``: "auto" stages the pairs of devices that are not proven healthy, and measures
-    for up to 3 s when nothing is known of this hardware; only a model on two or more accelerators
-    asks for that. "always" stages every pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is
-    another name of "always". ``device_guard``: make the device of each block the current one inside
-    its forward, for kernels that launch on the current device whatever their tensors are on. Other
-    arguments are accelerate's, by name or, as there, by place.
+    for up to 30 s when nothing is known of this hardware; only a model on two or more accelerators
+    asks for that. "always" stages every pair, "never" none. Other arguments are accelerate's, by
+    name or, as there, by place.
 
-    Dispatched again, the model holds what the last call says. Raises UsageError when the arguments
-    contradict each other, and what accelerate raises; the model then holds what it held before.
+    Dispatched again, the model holds what the last call says. Raises UsageError for another word,
+    and what accelerate raises; the model then holds what it held before.
     """
-    mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
+    mode = mode_meant(safe_transfers)
     given = _by_name(
         accelerate.dispatch_model, model, dict(device_map), *more, **accelerate_arguments
     )
@@ -207,7 +114,7 @@ def dispatch_model(
         given.arguments.get("main_device"),
         *_places(model, given.arguments.get("state_dict")),
     )
-    with _dispatching(model, mode, several=_are_several(places), device_guard=device_guard):
+    with _dispatching(model, mode, several=_are_several(places)):
         dispatched: nn.Module = accelerate.dispatch_model(*given.args, **given.kwargs)
     return dispatched
 
@@ -218,8 +125,6 @@ def load_checkpoint_and_dispatch(
     device_map: str | Mapping[str, int | str | torch.device] | None = None,
     *more: Any,
     safe_transfers: Mode | str = Mode.AUTO,
-    force_cuda_to_cuda_via_cpu: bool = False,
-    device_guard: bool = False,
     **accelerate_arguments: Any,
 ) -> nn.Module:
     """Do ``accelerate.load_checkpoint_and_dispatch`` with safe copies between devices, also while
@@ -228,7 +133,7 @@ def load_checkpoint_and_dispatch(
     The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one
     word ("auto", "balanced", ...) a machine with two or more devices counts as used.
     """
-    mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
+    mode = mode_meant(safe_transfers)
     if isinstance(device_map, str) or device_map is None:
         several = device_map is not None
         wanted: Any = device_map
@@ -243,7 +148,7 @@ def load_checkpoint_and_dispatch(
         *more,
         **accelerate_arguments,
     )
-    with _dispatching(model, mode, several=several, device_guard=device_guard):
+    with _dispatching(model, mode, several=several):
         dispatched: nn.Module = accelerate.load_checkpoint_and_dispatch(*given.args, **given.kwargs)
     return dispatched
 
@@ -252,8 +157,8 @@ def remove_safe_transfers(model: nn.Module) -> None:
     """End what ``dispatch_model`` began with a model, or with a model inside of it; where nothing
     was, do nothing.
 
-    Its reference is given back and its device guards are taken off. Accelerate's hooks stay: they
-    are accelerate's to remove. Other references of this process keep staging on.
+    Its reference is given back. Accelerate's hooks stay: they are accelerate's to remove. Other
+    references of this process keep staging on.
     """
     for module in model.modules():
         for end in _ends.pop(module, {}).values():
@@ -267,7 +172,7 @@ def hold(model: nn.Module, places: Iterable[Any], mode: Mode) -> None:
     ``places``: where accelerate will run its blocks. A model that ``dispatch_model`` above
     dispatches is left alone, and so is one on fewer than two accelerators, unless the mode is
     ALWAYS. A reference that the model holds from ``dispatch_model`` stays, as somebody asked for
-    it; device guards end, as their blocks may go elsewhere now.
+    it.
     """
     if any(model is other for other in _under_way):
         return
@@ -275,15 +180,13 @@ def hold(model: nn.Module, places: Iterable[Any], mode: Mode) -> None:
     _replace(
         model,
         meant,
-        _Effect.PATCHED,
+        _Origin.PATCHED,
         _reference(model, meant, _are_several((*places, *_places(model)))),
     )
 
 
 @contextmanager
-def _dispatching(
-    model: nn.Module, mode: Mode, *, several: bool, device_guard: bool
-) -> Iterator[None]:
+def _dispatching(model: nn.Module, mode: Mode, *, several: bool) -> Iterator[None]:
     reference = _reference(model, mode, several)
     _under_way.append(model)
     try:
@@ -295,23 +198,18 @@ def _dispatching(
         raise
     finally:
         _under_way.remove(model)
-    _replace(model, mode, _Effect.ASKED, reference)
-    if device_guard:
-        _ends.setdefault(model, {})[_Effect.GUARD] = weakref.finalize(model, follow_devices(model))
+    _replace(model, mode, _Origin.ASKED, reference)
 
 
-def _replace(model: nn.Module, mode: Mode, what: _Effect, reference: Transfers | None) -> None:
-    """Let the model hold this reference in place of what earlier dispatches of less standing began,
-    and of its own.
+def _replace(model: nn.Module, mode: Mode, origin: _Origin, reference: Transfers | None) -> None:
+    """Let the model hold this reference in place of its former ones. What the patch gives never
+    takes the place of what somebody asked for.
     """
     ends = _ends.setdefault(model, {})
-    former = [
-        ends.pop(other)
-        for other in _Effect
-        if other in ends and (other, what) != (_Effect.ASKED, _Effect.PATCHED)
-    ]
+    replaced = _Origin if origin is _Origin.ASKED else (_Origin.PATCHED,)
+    former = [ends.pop(each) for each in replaced if each in ends]
     if reference is not None:
-        ends[what] = weakref.finalize(model, release, reference)
+        ends[origin] = weakref.finalize(model, release, reference)
     for end in former:
         end()
     if mode is Mode.NEVER:
@@ -323,7 +221,7 @@ def _reference(model: nn.Module, mode: Mode, several: bool) -> Transfers | None:
         return None
     reference = acquire(mode, holder=f"a dispatched {type(model).__name__}")
     if reference.pairs and any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        say(
+        warn_caller(
             f"{type(model).__name__} contains a torch.nn.DataParallel: it copies weights and sums "
             "gradients with NCCL, which safe transfers do not stage. Remove it, or train with "
             "accelerate launch"
@@ -331,38 +229,17 @@ def _reference(model: nn.Module, mode: Mode, several: bool) -> Transfers | None:
     return reference
 
 
-def _mode(safe_transfers: Mode | str, force_cuda_to_cuda_via_cpu: bool) -> Mode:
-    mode = mode_named(safe_transfers)
-    if force_cuda_to_cuda_via_cpu and mode is Mode.NEVER:
-        raise UsageError(
-            "force_cuda_to_cuda_via_cpu=True turns staging on and safe_transfers='never' turns it "
-            "off: remove one of them"
-        )
-    return mode_meant(Mode.ALWAYS if force_cuda_to_cuda_via_cpu else mode)
-
-
 def _by_name(function: Callable[..., Any], *given: Any, **named: Any) -> inspect.BoundArguments:
     """Return the arguments of a function of accelerate with their names. Raises TypeError for what
     it does not take.
     """
     bound = inspect.signature(function).bind(*given, **named)
-    bound.arguments.update(_with_lists(bound.arguments))
+    for key in ("skip_keys", "no_split_module_classes", "preload_module_classes"):
+        # transformers keeps its classes that must not be split in a set, which accelerate 1.6.0
+        # takes for the name of one.
+        if isinstance(names := bound.arguments.get(key), set | frozenset | tuple):
+            bound.arguments[key] = sorted(names)
     return bound
-
-
-def _with_lists(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with lists for sets and tuples of names.
-
-    transformers keeps its classes that must not be split in a set, which accelerate 1.6.0 takes for
-    the name of one.
-    """
-    names = ("skip_keys", "no_split_module_classes", "preload_module_classes")
-    return {
-        key: (
-            sorted(value) if key in names and isinstance(value, (set, frozenset, tuple)) else value
-        )
-        for key, value in arguments.items()
-    }
 
 
 def _places(model: nn.Module, others: Any = None) -> Iterator[torch.device]:
@@ -378,27 +255,23 @@ def _places(model: nn.Module, others: Any = None) -> Iterator[torch.device]:
 
 
 def _are_several(places: Iterable[Any]) -> bool:
-    return len(_accelerators(places)) > 1
-
-
-def _accelerators(places: Iterable[Any]) -> set[int]:
-    """Return the devices of the accelerator among these places, which may be "cpu", "disk" and
-    "meta" too.
+    """Return whether there are two devices of the accelerator among these places, which may be
+    "cpu", "disk" and "meta" too.
     """
     name = device_type()
-    found = set()
+    accelerators = set()
     for place in places:
         if name is None or place is None or place == "disk":
             continue
         where = torch.device(place)
         if where.type == name:
             current = torch.get_device_module(name).current_device
-            found.add(int(current() if where.index is None else where.index))
-    return found
+            accelerators.add(int(current() if where.index is None else where.index))
+    return len(accelerators) > 1
 
 
-_patched_mode = Mode.AUTO
-"""The mode of models that accelerate dispatches while the patch is on."""
+_patch = Patches()
+"""The patch of accelerate that is on, or was last."""
 
 
 def patch_dispatch(mode: Mode) -> None:
@@ -412,9 +285,16 @@ def patch_dispatch(mode: Mode) -> None:
     A second call changes the mode. It is the dispatch of a model on two or more accelerators that
     makes "auto" measure.
     """
-    global _patched_mode
-    _patched_mode = mode
-    _DISPATCH.install()
+    global _patch
+    _patch.remove()
+    where = "accelerate.big_modeling:"
+    _patch = Patches(
+        Patch(f"{where}check_device_map", partial(_in_front_of_check, mode=mode)),
+        Patch(
+            f"{where}attach_align_device_hook_on_blocks", partial(_in_front_of_attach, mode=mode)
+        ),
+    )
+    _patch.install()
 
 
 def unpatch_dispatch() -> None:
@@ -423,36 +303,30 @@ def unpatch_dispatch() -> None:
     Models that were dispatched keep their references: taking those away would let their next
     forward copy directly. ``remove_safe_transfers(model)`` does that.
     """
-    _DISPATCH.remove()
+    _patch.remove()
 
 
-def _in_front_of_check(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_front_of_check(original: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
     def check(model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         done = original(model, device_map, *args, **kwargs)
         places = set(device_map.values())
         if len(places) == 1:
-            hold(model, places, _patched_mode)
+            hold(model, places, mode)
         return done
 
     return check
 
 
-def _in_front_of_attach(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_front_of_attach(original: Callable[..., Any], mode: Mode) -> Callable[..., Any]:
     def attach(module: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> Any:
         places = (
             execution_device.values()
             if isinstance(execution_device, Mapping)
             else (execution_device,)
         )
-        hold(module, places, _patched_mode)
+        hold(module, places, mode)
         done = original(module, execution_device, *args, **kwargs)
         forget_freed_weights(module)
         return done
 
     return attach
-
-
-_DISPATCH = Patches(
-    Patch("accelerate.big_modeling:check_device_map", _in_front_of_check),
-    Patch("accelerate.big_modeling:attach_align_device_hook_on_blocks", _in_front_of_attach),
-)

@@ -1,6 +1,4 @@
-"""The router of copies between two devices: directly, by way of the host, or refused; and their
-counts.
-"""
+"""The router of copies between two devices: directly, or by way of the host; and their counts."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -9,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from msgspec import Struct
 
-from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
+from ckptfix.devices.staged_copies import release_slots, staged_copy
 from ckptfix.devices.torch_devices import device, device_count, device_type
 from ckptfix.errors import CkptfixError
 from ckptfix.hardware import Pair
@@ -17,19 +15,7 @@ from ckptfix.wording import human_size
 
 
 class TransferError(CkptfixError, RuntimeError):
-    """A copy between two devices that must not be made directly, and was not staged."""
-
-
-class Ways(Struct, frozen=True, kw_only=True):
-    """Ways of the copies of each ordered pair; those of a pair that is not ``staged`` go directly.
-
-    ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven
-    healthy, so that events may cross from device to device.
-    """
-
-    staged: frozenset[Pair] = frozenset()
-    refused: frozenset[Pair] = frozenset()
-    trusted: frozenset[Pair] = frozenset()
+    """A copy between two devices that must not be made directly, and cannot be staged."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -85,83 +71,79 @@ class Counts:
 
 
 class _Thread(threading.local):
-    bypasses = 0
-    uncounted = 0
+    direct: frozenset[Pair] | None = frozenset()
+    """Pairs whose copies by this thread go directly; None: all of them."""
+    is_counted = True
 
 
 class Router:
-    """Sends each copy its way. ``ways`` is replaced as a whole, while other threads copy."""
+    """Sends each copy its way. ``staged``: the pairs whose copies go by way of the host; replaced
+    as a whole, while other threads copy.
+    """
 
     def __init__(self) -> None:
-        self.ways = Ways()
+        self.staged: frozenset[Pair] = frozenset()
         self.counts = Counts()
         self._thread = _Thread()
 
     @contextmanager
-    def bypassed(self, *, counted: bool = True) -> Iterator[None]:
-        """Let copies that this thread makes go directly."""
-        self._thread.bypasses += 1
-        self._thread.uncounted += not counted
+    def bypassed(self, pair: Pair | None = None, *, counted: bool = True) -> Iterator[None]:
+        """Let copies that this thread makes go directly, those of one pair or all, for code that has
+        to see what the direct way does.
+
+        A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``:
+        these copies are nobody's but the caller's own, and no counter shows them.
+        """
+        thread = self._thread
+        before = thread.direct, thread.is_counted
+        thread.direct = None if pair is None or thread.direct is None else thread.direct | {pair}
+        thread.is_counted = counted and thread.is_counted
         try:
             yield
         finally:
-            self._thread.bypasses -= 1
-            self._thread.uncounted -= not counted
+            thread.direct, thread.is_counted = before
 
     def carry(self, pair: Pair, destination: torch.Tensor, source: torch.Tensor) -> bool:
         """Make a copy by way of the host and return True; False, and nothing done, for one that
         goes directly.
 
-        Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot
-        wait for the host.
+        Raises TransferError while a CUDA graph is captured: a graph cannot wait for the host.
         """
-        ways = self.ways
-        if not self._is_staged(ways, {pair}, pair, source):
-            self._count(ways, pair, source, staged=False)
+        if not self._is_staged(pair):
+            self._count(pair, source, staged=False)
             return False
         if any(_is_capturing(index) for index in {*pair, *_devices_in_use()}):
             raise _in_a_capture(pair, source)
         try:
-            staged_copy(
-                destination,
-                source,
-                waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST,
-            )
+            staged_copy(destination, source)
         except RuntimeError as error:
             # A capture on a stream that is current nowhere cannot be asked for: CUDA itself objects
             # to the waiting.
             if "captur" in str(error):
                 raise _in_a_capture(pair, source) from error
             raise
-        self._count(ways, pair, source, staged=True)
+        self._count(pair, source, staged=True)
         # Staging ended during this copy, which may have taken its memory since.
-        if not self.ways.staged:
+        if not self.staged:
             release_slots()
         return True
 
     def takes_host(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
         """Return whether a copy takes the way through the host, and count it.
 
-        ``back``: a gradient will take the same way in the other direction. Raises TransferError for
-        a refused one.
+        ``back``: a gradient will take the same way in the other direction.
         """
-        ways = self.ways
-        staged = self._is_staged(ways, {pair, pair[::-1]} if back else {pair}, pair, source)
-        self._count(ways, pair, source, staged=staged)
+        staged = self._is_staged(pair) or (back and self._is_staged(pair[::-1]))
+        self._count(pair, source, staged=staged)
         return staged
 
-    def _is_staged(self, ways: Ways, asked: set[Pair], pair: Pair, source: torch.Tensor) -> bool:
-        if self._thread.bypasses or ways.staged.isdisjoint(asked):
-            return False
-        if not ways.refused.isdisjoint(asked):
-            raise TransferError(
-                f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To "
-                "copy through the host instead: safe_transfers('always')"
-            )
-        return True
+    def _is_staged(self, pair: Pair) -> bool:
+        direct = self._thread.direct
+        return pair in self.staged and direct is not None and pair not in direct
 
-    def _count(self, ways: Ways, pair: Pair, source: torch.Tensor, *, staged: bool) -> None:
-        if ways.staged and not self._thread.uncounted:
+    def _count(self, pair: Pair, source: torch.Tensor, *, staged: bool) -> None:
+        # Staging may have ended during a staged copy.
+        if (staged or self.staged) and self._thread.is_counted:
             self.counts.add(pair, source.nbytes, staged=staged)
 
 
@@ -203,14 +185,5 @@ def _is_capturing(index: int) -> bool:
 ROUTER = Router()
 """The one router of the process: staging is on or off for all of its threads."""
 
-
-@contextmanager
-def bypassed(*, counted: bool = True) -> Iterator[None]:
-    """Let copies that this thread makes go directly, for code that has to see what the direct way
-    does.
-
-    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these
-    copies are nobody's but the caller's own, and no counter shows them.
-    """
-    with ROUTER.bypassed(counted=counted):
-        yield
+bypassed = ROUTER.bypassed
+"""Lets copies go directly, as ``Router.bypassed`` says."""

@@ -16,12 +16,11 @@ their marks allow.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-from msgspec import Struct
 
 from ckptfix.hardware import Pair
 
@@ -35,29 +34,9 @@ class Queue(Enum):
     DESTINATION = "destination"
 
 
-class Waiting(Enum):
-    """The side that waits for a mark of one queue before the other goes on.
-
-    HOST: the thread that queues; no event crosses from one device to another. DEVICE: the other
-    queue itself, which needs such an event to work.
-    """
-
-    HOST = "host"
-    DEVICE = "device"
-
-
-class Slot(Struct, Generic[Mark]):
-    """A piece of host memory, by its number, and when its last content had left it (None: it was
-    never used).
-    """
-
-    number: int
-    drained: Mark | None = None
-
-
 class Engine(Protocol[Mark]):
-    """Carries out the pieces of one copy. Pieces of one queue keep their order; two queues are in
-    no order at all.
+    """Carries out the pieces of one copy, through numbered slots of host memory. Pieces of one queue
+    keep their order; two queues are in no order at all.
     """
 
     def to_host(self, slot: int, start: int, stop: int) -> None:
@@ -74,47 +53,36 @@ class Engine(Protocol[Mark]):
     def mark(self, queue: Queue) -> Mark:
         """Return a mark that is reached when all that is in the queue so far has been done."""
 
-    def hold(self, queue: Queue, mark: Mark) -> None:
-        """Let the queue go on only once the mark is reached."""
-
     def wait(self, mark: Mark) -> None:
         """Let this thread go on only once the mark is reached."""
-
-
-def pump(
-    engine: Engine[Mark], slots: Sequence[Slot[Mark]], size: int, piece: int, waiting: Waiting
-) -> None:
-    """Queue a copy of ``size`` bytes in pieces of at most ``piece`` bytes.
-
-    On return all is queued, not done: what comes later on *either* queue finds the copy complete
-    and may overwrite the source. torch's own copy orders both current streams in the same way, and
-    programs that wait for the source's stream alone rely on it. The slots may be given to the next
-    ``pump`` at once, with any streams.
-    """
-    for number, start in enumerate(range(0, size, piece)):
-        slot = slots[number % len(slots)]
-        stop = min(start + piece, size)
-        if slot.drained is not None:
-            _order(engine, Queue.SOURCE, slot.drained, waiting)
-        engine.to_host(slot.number, start, stop)
-        _order(engine, Queue.DESTINATION, engine.mark(Queue.SOURCE), waiting)
-        engine.to_device(slot.number, start, stop)
-        slot.drained = engine.mark(Queue.DESTINATION)
-    engine.settle()
-    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)
-
-
-def _order(engine: Engine[Mark], queue: Queue, mark: Mark, waiting: Waiting) -> None:
-    if waiting is Waiting.HOST:
-        engine.wait(mark)
-    else:
-        engine.hold(queue, mark)
 
 
 PIECE = 8 << 20
 """Bytes of one pinned slot: at 25 GB/s a third of a millisecond, against some 10 us for a wait."""
 
 SLOTS = 2
+
+
+def pump(engine: Engine[Mark], size: int, piece: int = PIECE) -> None:
+    """Make a copy of ``size`` bytes in pieces of at most ``piece`` bytes.
+
+    This thread waits between the two queues: no event crosses from one device to another, which may
+    be as broken as the copies. On return the copy is done. torch's own copy orders both current
+    streams, and programs that wait for the source's stream alone rely on that.
+    """
+    drained: list[Mark | None] = [None] * SLOTS
+    for number, start in enumerate(range(0, size, piece)):
+        slot = number % SLOTS
+        stop = min(start + piece, size)
+        if (mark := drained[slot]) is not None:
+            engine.wait(mark)
+        engine.to_host(slot, start, stop)
+        engine.wait(engine.mark(Queue.SOURCE))
+        engine.to_device(slot, start, stop)
+        drained[slot] = engine.mark(Queue.DESTINATION)
+    engine.settle()
+    engine.wait(engine.mark(Queue.DESTINATION))
+
 
 PIPELINED_FROM = 1 << 20
 """Bytes from which a copy is worth two pinned slots."""
@@ -126,9 +94,7 @@ is.
 """
 
 
-def staged_copy(
-    destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting = Waiting.HOST
-) -> None:
+def staged_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Do ``destination.copy_(source)`` between two devices by way of the host.
 
     Shapes broadcast, dtypes are converted and strides are kept as ``copy_`` does. Both are dense
@@ -148,13 +114,13 @@ def staged_copy(
         and not (destination.is_conj() or destination.is_neg())
     )
     if fits:
-        _carry(destination, sent, None, waiting)
+        _carry(destination, sent, None)
         return
     target = torch.empty_strided(
         sent.size(), sent.stride(), dtype=destination.dtype, device=destination.device
     )
     arrived = target.as_strided(source.size(), source.stride()) if repeats else target
-    _carry(target, sent, lambda: destination.copy_(arrived), waiting)
+    _carry(target, sent, lambda: destination.copy_(arrived))
 
 
 def release_slots() -> None:
@@ -172,7 +138,6 @@ class _Ring:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.memory = torch.empty((SLOTS, PIECE), dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.slots = tuple(Slot[torch.Event](number) for number in range(SLOTS))
 
 
 _rings: dict[Pair, _Ring] = {}
@@ -213,20 +178,17 @@ class _Streams:
         event.record(self._stream[queue])
         return event
 
-    def hold(self, queue: Queue, mark: "torch.Event") -> None:
-        self._stream[queue].wait_event(mark)
-
     def wait(self, mark: "torch.Event") -> None:
         mark.synchronize()
 
 
-def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> None:
+def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle) -> None:
     """Copy between two dense tensors of the same dtype, sizes and strides; ``settle`` is queued
     behind the copy.
     """
     if sent.nbytes < PIPELINED_FROM:
         target.copy_(sent.to("cpu"))
-    elif _has_streams() and _pipelined(_bytes_of(target), _bytes_of(sent), settle, waiting):
+    elif _has_streams() and _pipelined(_bytes_of(target), _bytes_of(sent), settle):
         return
     else:
         _piece_by_piece(_bytes_of(target), _bytes_of(sent))
@@ -235,7 +197,7 @@ def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Wa
         _wait_for(target.device)
 
 
-def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> bool:
+def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle) -> bool:
     """Copy bytes through the slots of their pair; False, and nothing done, when there are none to
     be had now.
 
@@ -247,7 +209,7 @@ def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting
     if ring is None or not ring.lock.acquire(blocking=False):
         return False
     try:
-        pump(_Streams(ring.memory, target, sent, settle), ring.slots, sent.numel(), PIECE, waiting)
+        pump(_Streams(ring.memory, target, sent, settle), sent.numel())
     except BaseException:
         # Pieces may be on their way with no mark behind them: these slots must never be filled
         # again.

@@ -15,7 +15,6 @@ on.
 
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
 
+from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.interception import (
     NOT_COVERED,
     NOT_COVERED_BY_FALLBACK,
@@ -31,7 +31,7 @@ from ckptfix.devices.interception import (
     Override,
     can_override,
 )
-from ckptfix.devices.routing import ROUTER, Count, Ways
+from ckptfix.devices.routing import ROUTER, Count
 from ckptfix.devices.staged_copies import release_slots
 from ckptfix.devices.torch_devices import device_count, device_type, ordered_pairs
 from ckptfix.errors import UsageError
@@ -62,12 +62,11 @@ class Mode(Enum):
 class Transfers(Brief, Struct, frozen=True, kw_only=True, eq=False):
     """One reference to the staging of this process.
 
-    ``pairs``: what this reference has staged, or refused where it ``raises``. ``holder``: who holds
-    it, in words. ``not_covered``: what may still go from device to device, unseen.
+    ``pairs``: what this reference has staged. ``holder``: who holds it, in words.
+    ``not_covered``: what may still go from device to device, unseen.
     """
 
     mode: Mode
-    raises: bool = False
     pairs: frozenset[Pair] = frozenset()
     holder: str = ""
     not_covered: tuple[str, ...] = ()
@@ -80,7 +79,9 @@ class Transfers(Brief, Struct, frozen=True, kw_only=True, eq=False):
         They are counted only while something is staged; all zero on a machine with fewer than two
         devices.
         """
-        return _since(self._before)
+        now = ROUTER.counts.all()
+        pairs = sorted({*ordered_pairs(), *now})
+        return {pair: now.get(pair, Count()) - self._before.get(pair, Count()) for pair in pairs}
 
 
 class _Installed(Protocol):
@@ -92,26 +93,21 @@ _lock = threading.Lock()
 _references: list[Transfers] = []
 _given_back: deque[Transfers] = deque()
 _installed: _Installed | None = None
-_at_beginning: Mapping[Pair, Count] = {}
-_told: set[frozenset[Pair]] = set()
-_told_what_is_not_covered: set[bool] = set()
-"""The warnings given already: about staging (False), about refusing (True)."""
+_told: set[object] = set()
+"""Pairs, and lists of what is not covered, of which a warning was given."""
 
 
 @contextmanager
-def safe_transfers(
-    mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False
-) -> Iterator[Transfers]:
+def safe_transfers(mode: Mode | str = Mode.AUTO) -> Iterator[Transfers]:
     """Stage copies between devices while the block runs, in all threads, backward passes and
     compiled code too.
 
-    ``mode`` is a Mode or its value; "raise" is "always" with ``raise_instead``: a copy that would
-    be staged raises TransferError where it is asked for, to find out where a program makes them.
-    "auto" measures for up to 3 s when nothing is known of this hardware, and reads the environment
-    variable CKPTFIX_SAFE_TRANSFERS first. A machine with fewer than two devices gets a reference
-    that stages nothing, in every mode. Raises UsageError for any other word.
+    ``mode`` is a Mode or its value. "auto" measures for up to 30 s when nothing is known of this
+    hardware, and reads the environment variable CKPTFIX_SAFE_TRANSFERS first. A machine with fewer
+    than two devices gets a reference that stages nothing, in every mode. Raises UsageError for any
+    other word.
     """
-    reference = acquire(mode, raise_instead=raise_instead, holder="a safe_transfers block")
+    reference = acquire(mode, holder="a safe_transfers block")
     try:
         yield reference
     finally:
@@ -119,43 +115,31 @@ def safe_transfers(
 
 
 def staged_pairs() -> frozenset[Pair]:
-    """Return the ordered pairs whose copies are staged, or refused, now."""
-    return ROUTER.ways.staged
+    """Return the ordered pairs whose copies are staged now."""
+    return ROUTER.staged
 
 
-def counters() -> Mapping[Pair, Count]:
-    """Return the copies of every ordered pair, staged and direct, since staging last began; kept
-    when it ends.
-    """
-    return _since(_at_beginning)
-
-
-def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
-    now = ROUTER.counts.all()
-    pairs = sorted({*ordered_pairs(), *now})
-    return {pair: now.get(pair, Count()) - before.get(pair, Count()) for pair in pairs}
-
-
-def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Transfers:
+def acquire(mode: Mode | str, *, holder: str) -> Transfers:
     """Take a reference for ``release`` to give back; ``holder`` is named when someone asks for
     "never" meanwhile.
     """
-    if mode == "raise":
-        mode, raise_instead = Mode.ALWAYS, True
     chosen = mode_meant(mode)
     if chosen is Mode.NEVER:
         _say_that_it_stays_on()
         return Transfers(mode=chosen, holder=holder, _before=ROUTER.counts.all())
     reference = Transfers(
         mode=chosen,
-        raises=raise_instead,
         pairs=_wanted(chosen),
         holder=holder,
         not_covered=NOT_COVERED if can_override() else NOT_COVERED_BY_FALLBACK,
         _before=ROUTER.counts.all(),
     )
-    if reference.pairs and not can_override():
-        _say_what_is_not_covered(raise_instead)
+    if reference.pairs and not can_override() and NOT_COVERED_BY_FALLBACK not in _told:
+        _told.add(NOT_COVERED_BY_FALLBACK)
+        warn_caller(
+            f"some copies between devices are not staged: {'; '.join(NOT_COVERED_BY_FALLBACK)}. "
+            "A newer torch covers them: pip install -U torch"
+        )
     with _lock:
         _references.append(reference)
         try:
@@ -191,17 +175,9 @@ def _take_back() -> None:
 
 def _settle() -> None:
     """Install or remove what the references ask for; the caller holds the lock."""
-    global _installed, _at_beginning
+    global _installed
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
-    refused = frozenset[Pair]().union(
-        *(reference.pairs for reference in _references if reference.raises)
-    )
-    asked = any(reference.mode is Mode.ALWAYS and reference.pairs for reference in _references)
-    if staged and not ROUTER.ways.staged:
-        _at_beginning = ROUTER.counts.all()
-    ROUTER.ways = Ways(
-        staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset()
-    )
+    ROUTER.staged = staged
     if staged and _installed is None:
         _installed = Override(ROUTER.carry) if can_override() else HookPatch(ROUTER.takes_host)
     elif not staged and _installed is not None:
@@ -245,7 +221,7 @@ def _wanted(mode: Mode) -> frozenset[Pair]:
     pairs: frozenset[Pair] = unproven_pairs(budget=BUDGET)
     if pairs and pairs not in _told:
         _told.add(pairs)
-        say(_what_is_unproven(pairs, cached_report()))
+        warn_caller(_what_is_unproven(pairs, cached_report()))
     return pairs
 
 
@@ -271,37 +247,12 @@ def _what_is_unproven(pairs: frozenset[Pair], report: "ProbeReport | None") -> s
     return text + "To see what is wrong with them: ckptfix doctor --peer-copies"
 
 
-def _proven() -> frozenset[Pair]:
-    from ckptfix.devices.probe import cached_report
-
-    report = cached_report()
-    return frozenset() if report is None else frozenset(report.pairs) - report.unproven
-
-
-def _say_what_is_not_covered(refusing: bool) -> None:
-    if refusing not in _told_what_is_not_covered:
-        _told_what_is_not_covered.add(refusing)
-        word = "refused" if refusing else "staged"
-        say(
-            f"some copies between devices are not {word}: {'; '.join(NOT_COVERED_BY_FALLBACK)}. "
-            "A newer torch covers them: pip install -U torch"
-        )
-
-
 def _say_that_it_stays_on() -> None:
     holders = [reference.holder for reference in tuple(_references) if reference.pairs]
     if holders:
         more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
-        say(
+        warn_caller(
             f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of "
             f"devices: 'never' does not turn them off while they are in use ({holders[0]}"
             f"{more}). To end those of dispatch_model: ckptfix.devices.remove_safe_transfers(model)"
         )
-
-
-def say(message: str) -> None:
-    """Give a UserWarning that points at the line of the user's program that led here."""
-    from ckptfix.devices.callers import calling_line
-
-    line = calling_line()
-    warnings.warn_explicit(message, UserWarning, line.path, line.number)

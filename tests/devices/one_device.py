@@ -5,7 +5,7 @@ own.
 import torch
 
 from ckptfix.devices import staged_copies
-from ckptfix.devices.staged_copies import PIECE, SLOTS, Queue, Slot, Waiting, pump
+from ckptfix.devices.staged_copies import PIECE, SLOTS, Queue, pump
 
 
 class _SideStream(staged_copies._Streams):
@@ -35,7 +35,6 @@ class RoundTrip:
 
     def __init__(self, where: torch.device) -> None:
         self._memory = torch.empty((SLOTS, PIECE), dtype=torch.uint8, pin_memory=True)
-        self._slots = [Slot[torch.Event](number) for number in range(SLOTS)]
         self.side = torch.Stream(where)
         """The stream of the copy's source."""
 
@@ -43,7 +42,6 @@ class RoundTrip:
         self,
         destination: torch.Tensor,
         source: torch.Tensor,
-        waiting: Waiting,
         *,
         join: bool = True,
     ) -> None:
@@ -54,6 +52,6 @@ class RoundTrip:
         current = torch.accelerator.current_stream(source.device)
         self.side.wait_stream(current)
         engine = _SideStream(self._memory, destination, source, self.side)
-        pump(engine, self._slots, source.numel(), PIECE, waiting)
+        pump(engine, source.numel())
         if join:
             current.wait_stream(self.side)

@@ -14,8 +14,8 @@ from torch import nn
 
 from ckptfix.devices import interception, probe, transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
-from ckptfix.devices.routing import TransferError, bypassed
-from ckptfix.devices.transfers import counters, safe_transfers, staged_pairs
+from ckptfix.devices.routing import bypassed
+from ckptfix.devices.transfers import acquire, safe_transfers, staged_pairs
 from tests.simulated.models import (
     THREE,
     balanced_map,
@@ -39,8 +39,7 @@ def older_torch(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterat
     monkeypatch.delenv(transfers.VARIABLE, raising=False)
     monkeypatch.setattr(probe, "cached_report", lambda: None)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: ALL)
-    transfers._told.update({ALL})
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", {False, True})
+    monkeypatch.setattr(transfers, "_told", {ALL, interception.NOT_COVERED_BY_FALLBACK})
     before = {
         name: getattr(accelerate.hooks, name)
         for name in ("send_to_device", "set_module_tensor_to_device")
@@ -64,12 +63,13 @@ def test_forward_and_backward_of_a_dispatched_model(simulator: Simulator, make: 
     logits, gradients = gradients_of(on_one_device(make()))
     simulator.clear_log()
     break_links(simulator)
+    counted = acquire("never", holder="a test")
     model = dispatch_model(make(), THREE if make is transformer else balanced_map(make()))
     found_logits, found = gradients_of(model)
     assert torch.equal(found_logits, logits)
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
     assert simulator.count() == 0
-    assert counters()[0, 1].staged > 0
+    assert counted.counters()[0, 1].staged > 0
     remove_safe_transfers(model)
 
 
@@ -80,7 +80,7 @@ def test_a_gradient_comes_back_the_way_its_tensor_went(
     _, gradients = gradients_of(on_one_device(transformer()))
     break_links(simulator, broken)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: frozenset({broken}))
-    monkeypatch.setattr(transfers, "say", lambda message: None)
+    monkeypatch.setattr(transfers, "warn_caller", lambda message: None)
     model = dispatch_model(transformer(), THREE)
     found = gradients_of(model)[1]
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
@@ -156,13 +156,6 @@ def test_generate(simulator: Simulator) -> None:
     remove_safe_transfers(model)
 
 
-def test_refusing(simulator: Simulator) -> None:
-    model = accelerate.dispatch_model(transformer(), dict(THREE))
-    with safe_transfers("raise"), pytest.raises(TransferError, match="from cuda:0 to cuda:1"):
-        logits_of(model)
-    assert simulator.count() == 0
-
-
 def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
@@ -180,7 +173,7 @@ def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.Monk
 def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    monkeypatch.setattr(transfers, "_told", {ALL})
     with pytest.warns(
         UserWarning, match=r"not staged: everything except the moves of accelerate's hooks.*NCCL"
     ) as said:
@@ -189,11 +182,6 @@ def test_what_is_not_covered_is_said_once_by_whoever_asks_first(
     assert said[0].filename == __file__
     for model in models:
         remove_safe_transfers(model)
-    with (
-        pytest.warns(UserWarning, match=r"are not refused: .*\.to\(device\) in a model's code"),
-        safe_transfers("raise"),
-    ):
-        assert torch.ones(2, device="cuda:0").to("cuda:1").sum() == 2
-    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    monkeypatch.setattr(transfers, "_told", {ALL})
     with safe_transfers("never"):
         pass

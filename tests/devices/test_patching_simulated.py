@@ -139,7 +139,7 @@ def test_what_the_user_asked_for_stays_when_a_library_dispatches_again(
 ) -> None:
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: frozenset())
     patch_accelerate(safe_transfers="auto")
-    model = dispatching.dispatch_model(transformer(), THREE, force_cuda_to_cuda_via_cpu=True)
+    model = dispatching.dispatch_model(transformer(), THREE, safe_transfers="always")
     for mode in ("auto", "always", "never"):
         patch_accelerate(safe_transfers=mode)
         with warnings.catch_warnings():

@@ -82,15 +82,14 @@ def test_the_same_devices_do(monkeypatch: pytest.MonkeyPatch, here: Machine | No
     report = measuring.measure(PAIRS, budget=3.0, seed=1, in_process=False, here=here)
     assert report.with_verdict(Verdict.HEALTHY) == set(PAIRS)
     assert report.identity == HERE.identity
-    assert not any(found.blind for found in report.pairs.values())
 
 
-def test_what_hides_faults_is_noted_with_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_faults_are_hidden_nothing_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setattr(measuring, "Runner", lambda: Worker(machine("a", "b")))
     report = measuring.measure(PAIRS, budget=3.0, seed=1, in_process=True, here=HERE)
-    assert all(found.blind for found in report.pairs.values())
-    assert any("; no pair is remembered as healthy" in line for line in report.not_exercised)
+    assert report.with_verdict(Verdict.INCONCLUSIVE) == frozenset(PAIRS)
+    assert any("hides late ones" in line for line in report.not_exercised)
 
 
 # ---- order, budget, verdicts

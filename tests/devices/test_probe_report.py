@@ -375,16 +375,11 @@ DAMAGE = one(Verdict.WRONG, kind="zeros", began=80.0, measured=90.0)
         (one(Verdict.INCONCLUSIVE), HEALTHY, True),
         (one(Verdict.INCONCLUSIVE, detail="a"), one(Verdict.INCONCLUSIVE), True),
         (one(Verdict.UNUSABLE), one(Verdict.INCONCLUSIVE), True),
-        (HEALTHY, one(Verdict.HEALTHY, blind=True), False),
-        (one(Verdict.INCONCLUSIVE), one(Verdict.HEALTHY, blind=True), False),
         (DAMAGE, one(Verdict.INCONCLUSIVE, began=95.0), False),
         (DAMAGE, one(Verdict.UNUSABLE, began=95.0), False),
         (DAMAGE, one(Verdict.HEALTHY, began=85.0, measured=120.0), False),
-        (DAMAGE, one(Verdict.HEALTHY, began=95.0, blind=True), False),
         (DAMAGE, one(Verdict.HEALTHY, began=90.0, measured=120.0), True),
         (DAMAGE, one(Verdict.HANG, measured=120.0), True),
-        (DAMAGE, one(Verdict.HANG, measured=80.0), False),
-        (one(Verdict.HEALTHY, began=95.0, measured=99.0), DAMAGE, False),
         (one(Verdict.HEALTHY, began=85.0, measured=99.0), DAMAGE, True),
     ],
 )
@@ -392,9 +387,3 @@ def test_damage_stays_until_a_later_probe_finds_none_and_proof_until_damage(
     older: PairReport, newer: PairReport, newer_holds: bool
 ) -> None:
     assert newer.over(older) is (newer if newer_holds else older)
-
-
-def test_a_blind_probe_alone_is_nothing_but_its_damage_counts() -> None:
-    assert one(Verdict.HEALTHY, blind=True).over(None) is None
-    wrong = one(Verdict.WRONG, blind=True)
-    assert wrong.over(None) is wrong

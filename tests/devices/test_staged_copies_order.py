@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptfix.devices import staged_copies
-from ckptfix.devices.staged_copies import Queue, Slot, Waiting, pump
+from ckptfix.devices.staged_copies import SLOTS, Queue, pump
 
 SCHEDULES = 1500
 PIECE = 8
@@ -126,9 +126,6 @@ class Shuffled:
         self.put(queue, reach)
         return mark
 
-    def hold(self, queue: Queue, mark: Mark) -> None:
-        self.put(queue, mark)
-
     def wait(self, mark: Mark) -> None:
         self.machine.run_until(mark)
 
@@ -143,7 +140,6 @@ def keep(found: dict[tuple[int, Queue], bytes], copy: tuple[int, Queue], memory:
 
 def arrives(
     seed: int,
-    waiting: Waiting,
     shipped: Pump = pump,
     engine: type[Shuffled] = Shuffled,
     consumers: tuple[Queue, ...] = tuple(Queue),
@@ -156,15 +152,14 @@ def arrives(
     the destination by its own stream once all consumers have read it.
     """
     machine = Machine(seed)
-    memory = [bytearray(b"\xff" * PIECE) for _ in range(2)]
-    slots = [Slot[Mark](number) for number in range(2)]
+    memory = [bytearray(b"\xff" * PIECE) for _ in range(SLOTS)]
     found: dict[tuple[int, Queue], bytes] = {}
     expected = [bytes((100 * copy + index) % 251 for index in range(SIZE)) for copy in range(3)]
     for copy, wanted in enumerate(expected):
         source, destination = bytearray(SIZE), bytearray(SIZE)
         one = engine(machine, memory, destination, source)
         one.put(Queue.SOURCE, partial(overwrite, source, wanted))
-        shipped(one, slots, SIZE, PIECE, waiting)
+        shipped(one, SIZE, PIECE)
         read = []
         for queue in consumers:
             one.put(queue, partial(keep, found, (copy, queue), destination))
@@ -180,7 +175,6 @@ def arrives(
 
 
 def broken(
-    waiting: Waiting,
     shipped: Pump = pump,
     engine: type[Shuffled] = Shuffled,
     consumers: tuple[Queue, ...] = tuple(Queue),
@@ -189,20 +183,18 @@ def broken(
 
     def survives(seed: int) -> bool:
         try:
-            return arrives(seed, waiting, shipped, engine, consumers)
+            return arrives(seed, shipped, engine, consumers)
         except (AssertionError, AttributeError, NameError, IndexError):
             return False
 
     return sum(not survives(seed) for seed in range(SCHEDULES))
 
 
-@pytest.mark.parametrize("waiting", Waiting)
-def test_every_schedule_delivers(waiting: Waiting) -> None:
-    assert all(arrives(seed, waiting) for seed in range(SCHEDULES))
+def test_every_schedule_delivers() -> None:
+    assert all(arrives(seed) for seed in range(SCHEDULES))
 
 
-@pytest.mark.parametrize("waiting", Waiting)
-def test_the_queues_do_run_in_many_orders(waiting: Waiting) -> None:
+def test_the_queues_do_run_in_many_orders() -> None:
     orders = set()
     for seed in range(200):
         told: list[tuple[str, int]] = []
@@ -214,23 +206,9 @@ def test_the_queues_do_run_in_many_orders(waiting: Waiting) -> None:
             def to_device(self, slot: int, start: int, stop: int, told: list[Any] = told) -> None:
                 self.put(Queue.DESTINATION, lambda: told.append(("to device", start)))
 
-        arrives(seed, waiting, engine=Told)
+        arrives(seed, engine=Told)
         orders.add(tuple(told))
     assert len(orders) > 10
-
-
-class WithoutWaiting(Shuffled):
-    """A device whose events from another one are never seen: what a broken pair may do to a wait of
-    its queue.
-    """
-
-    def hold(self, queue: Queue, mark: Mark) -> None:
-        pass
-
-
-def test_on_unhealthy_pairs_no_event_from_another_device_is_trusted() -> None:
-    assert all(arrives(seed, Waiting.HOST, engine=WithoutWaiting) for seed in range(SCHEDULES))
-    assert broken(Waiting.DEVICE, engine=WithoutWaiting) > SCHEDULES // 2
 
 
 class WithoutDataWait(Shuffled):
@@ -274,28 +252,19 @@ class Backwards(Shuffled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize("engine", [WithoutDataWait, WithoutSlotWait, WithoutLastWait, Backwards])
-def test_an_engine_that_waits_for_too_little_is_caught(
-    engine: type[Shuffled], waiting: Waiting
-) -> None:
-    assert broken(waiting, engine=engine) > SCHEDULES // 20
+def test_an_engine_that_waits_for_too_little_is_caught(engine: type[Shuffled]) -> None:
+    assert broken(engine=engine) > SCHEDULES // 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waiting", Waiting)
-def test_only_a_consumer_on_the_sources_stream_misses_the_last_wait(waiting: Waiting) -> None:
-    assert broken(waiting, engine=WithoutLastWait, consumers=(Queue.DESTINATION,)) == 0
-    assert broken(waiting, engine=WithoutLastWait, consumers=(Queue.SOURCE,)) > SCHEDULES // 20
+def test_a_consumer_on_the_sources_stream_misses_the_last_wait() -> None:
+    assert broken(engine=WithoutLastWait, consumers=(Queue.SOURCE,)) > SCHEDULES // 20
 
 
 def mutants() -> Iterator[tuple[str, Pump]]:
     """Yield the shipped code less one statement, each in turn, and with its details changed."""
-    source = (
-        textwrap.dedent(inspect.getsource(pump))
-        + "\n"
-        + textwrap.dedent(inspect.getsource(staged_copies._order))
-    )
+    source = textwrap.dedent(inspect.getsource(pump))
     tree = ast.parse(source)
     places = [
         (node, name, number)
@@ -311,22 +280,13 @@ def mutants() -> Iterator[tuple[str, Pump]]:
         yield f"without: {ast.unparse(statement).splitlines()[0]}", _compiled(tree)
         block[number] = statement
     for before, after in (
-        ("number % len(slots)", "0 * number"),
+        ("number % SLOTS", "0 * number"),
         ("engine.mark(Queue.SOURCE)", "engine.mark(Queue.DESTINATION)"),
         ("= engine.mark(Queue.DESTINATION)", "= engine.mark(Queue.SOURCE)"),
+        ("wait(engine.mark(Queue.DESTINATION))", "wait(engine.mark(Queue.SOURCE))"),
         (
-            "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)",
-            "_order(engine, Queue.DESTINATION, engine.mark(Queue.SOURCE), waiting)",
-        ),
-        (
-            (
-                "engine.settle()\n    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), "
-                "waiting)"
-            ),
-            (
-                "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)\n    "
-                "engine.settle()"
-            ),
+            "engine.settle()\n    engine.wait(engine.mark(Queue.DESTINATION))",
+            "engine.wait(engine.mark(Queue.DESTINATION))\n    engine.settle()",
         ),
         ("range(0, size, piece)", "range(0, size - piece, piece)"),
         ("start + piece", "start + piece - 1"),
@@ -346,12 +306,12 @@ def _compiled(tree: ast.Module) -> Pump:
     return made
 
 
-HARMLESS = {"0 * number for number % len(slots)"}
+HARMLESS = {"0 * number for number % SLOTS"}
 """One slot alone is slow, and right."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "mutant"), [pytest.param(*one, id=one[0]) for one in mutants()])
 def test_every_mutant_fails(what: str, mutant: Pump) -> None:
-    worst = max(broken(waiting, mutant) for waiting in Waiting)
+    worst = broken(mutant)
     assert (worst == 0) == (what in HARMLESS), f"wrong in {worst} of {SCHEDULES} schedules"

@@ -15,7 +15,6 @@ from ckptfix.devices.staged_copies import (
     PIECE,
     PIPELINED_FROM,
     Queue,
-    Waiting,
     release_slots,
     staged_copy,
 )
@@ -50,7 +49,6 @@ def bits(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize(
     "size",
     [
@@ -66,10 +64,10 @@ def bits(count: int) -> torch.Tensor:
         5 * PIECE + 3,
     ],
 )
-def test_every_size_arrives(size: int, waiting: Waiting) -> None:
+def test_every_size_arrives(size: int) -> None:
     payload = bits(size)
     there = torch.full_like(payload, 7, device="cuda:1")
-    staged_copy(there, payload.to("cuda:0"), waiting=waiting)
+    staged_copy(there, payload.to("cuda:0"))
     assert same_bits(there, payload)
 
 
@@ -327,21 +325,22 @@ def test_what_is_laid_out_on_the_destination_in_the_end_is_waited_for(
 ) -> None:
     """A consumer may wait for the source's stream alone, as torch's own copy lets it."""
     waited = []
-    hold, wait = staged_copies._Streams.hold, staged_copies._wait_for
+    wait_for_mark, wait = staged_copies._Streams.wait, staged_copies._wait_for
 
-    def held(self: staged_copies._Streams, queue: Queue, mark: torch.Event) -> None:
-        waited.append(queue)
-        hold(self, queue, mark)
+    def reached(self: staged_copies._Streams, mark: torch.Event) -> None:
+        waited.append(mark)
+        wait_for_mark(self, mark)
 
     def awaited(where: torch.device) -> None:
-        waited.append(Queue.SOURCE)
+        waited.append(where)
         wait(where)
 
-    monkeypatch.setattr(staged_copies._Streams, "hold", held)
+    monkeypatch.setattr(staged_copies._Streams, "wait", reached)
     monkeypatch.setattr(staged_copies, "_wait_for", awaited)
     there = torch.zeros(size, 2, dtype=torch.uint8, device="cuda:1")
-    staged_copy(there[:, 0], bits(size).to("cuda:0"), waiting=Waiting.DEVICE)
-    assert waited[-1] is Queue.SOURCE
+    staged_copy(there[:, 0], bits(size).to("cuda:0"))
+    assert waited
+    assert same_bits(there[:, 0], there[:, 0].cpu())
 
 
 def test_many_threads_at_once() -> None:

@@ -47,7 +47,7 @@ def test_a_torch_older_than_its_accelerator_module(monkeypatch: pytest.MonkeyPat
 
 
 @no_accelerator
-@pytest.mark.parametrize("mode", [*Mode, "auto", "always", "never", "raise"])
+@pytest.mark.parametrize("mode", [*Mode, "auto", "always", "never"])
 def test_safe_transfers_stage_nothing_where_nothing_can_be_staged(mode: Any) -> None:
     with safe_transfers(mode) as held:
         assert held.pairs == staged_pairs() == frozenset()
@@ -59,13 +59,8 @@ def test_safe_transfers_stage_nothing_where_nothing_can_be_staged(mode: Any) -> 
 def test_models_are_dispatched_on_the_host() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     right = model(torch.ones(2))
-    several: tuple[dict[str, Any], ...] = (
-        {},
-        {"force_cuda_to_cuda_via_cpu": True},
-        {"device_guard": True},
-    )
-    for arguments in several:
-        dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True, **arguments)
+    for mode in Mode:
+        dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True, safe_transfers=mode)
         assert torch.equal(dispatched(torch.ones(2)), right)
         remove_safe_transfers(dispatched)
         accelerate.hooks.remove_hook_from_module(model, recurse=True)

@@ -20,9 +20,9 @@ from ckptfix.devices import staged_copies
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.interception import Override
 from ckptfix.devices.routing import TransferError, bypassed
-from ckptfix.devices.staged_copies import PIECE, Waiting, staged_copy
+from ckptfix.devices.staged_copies import PIECE, staged_copy
 from ckptfix.devices.torch_devices import device, device_count, device_type, ordered_pairs
-from ckptfix.devices.transfers import acquire, counters, release, safe_transfers
+from ckptfix.devices.transfers import acquire, release, safe_transfers
 from tests.devices.one_device import RoundTrip
 from tests.simulated.simulator import running
 
@@ -41,15 +41,14 @@ def bits(count: int) -> torch.Tensor:
 
 
 @one
-@pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_pipeline_from_a_device_to_itself(size: int, waiting: Waiting) -> None:
+def test_the_pipeline_from_a_device_to_itself(size: int) -> None:
     payload = bits(size)
     source = payload.to(device(0))
     trip = RoundTrip(device(0))
     for _ in range(5):
         there = torch.zeros_like(source)
-        trip.copy(there, source, waiting)
+        trip.copy(there, source)
         assert torch.equal(there.cpu(), payload)
 
 
@@ -59,8 +58,7 @@ def test_slots_are_pinned() -> None:
 
 
 @one
-@pytest.mark.parametrize("waiting", Waiting)
-def test_the_pipeline_keeps_the_order_of_its_streams(waiting: Waiting) -> None:
+def test_the_pipeline_keeps_the_order_of_its_streams() -> None:
     """A producer that takes its time is waited for, and the source may be overwritten right behind
     the copy.
     """
@@ -73,7 +71,7 @@ def test_the_pipeline_keeps_the_order_of_its_streams(waiting: Waiting) -> None:
         for _ in range(20):
             busy = busy @ busy * 1e-3
         source.fill_(value)
-        trip.copy(there, source, waiting)
+        trip.copy(there, source)
         source.fill_(200)
         found = there.clone()
         there.fill_(100)
@@ -118,8 +116,7 @@ def test_lazy_conjugates_as_destination() -> None:
 
 
 @one
-@pytest.mark.parametrize("waiting", Waiting)
-def test_a_consumer_on_the_sources_stream_finds_the_copy_complete(waiting: Waiting) -> None:
+def test_a_consumer_on_the_sources_stream_finds_the_copy_complete() -> None:
     """torch's own copy orders both current streams, and a program may wait for the source's
     alone.
     """
@@ -129,7 +126,7 @@ def test_a_consumer_on_the_sources_stream_finds_the_copy_complete(waiting: Waiti
     for value in range(1, 20):
         source = torch.full((size,), value, dtype=torch.uint8, device=device(0))
         there = torch.full_like(source, 255)
-        trip.copy(there, source, waiting, join=False)
+        trip.copy(there, source, join=False)
         torch.accelerator.set_stream(trip.side)
         try:
             found = there == value
@@ -231,10 +228,9 @@ def test_a_strided_copy_is_counted_once_with_and_without_peer_access() -> None:
 def test_staged_copies_arrive(pair: tuple[int, int], size: int) -> None:
     payload = bits(size)
     source = payload.to(device(pair[0]))
-    for waiting in Waiting:
-        there = torch.zeros_like(payload, device=device(pair[1]))
-        staged_copy(there, source, waiting=waiting)
-        assert torch.equal(there.cpu(), payload)
+    there = torch.zeros_like(payload, device=device(pair[1]))
+    staged_copy(there, source)
+    assert torch.equal(there.cpu(), payload)
 
 
 @two
@@ -261,6 +257,7 @@ def test_a_split_model_with_side_streams() -> None:
     batch = torch.randn(1024, 512)
     right = accelerate.dispatch_model(layers, {"": 0}, force_hooks=True)(batch).cpu()
     accelerate.hooks.remove_hook_from_module(layers, recurse=True)
+    held = acquire("never", holder="a test")
     model = dispatch_model(
         layers, {str(number): number % 2 for number in range(6)}, safe_transfers="always"
     )
@@ -271,8 +268,8 @@ def test_a_split_model_with_side_streams() -> None:
     out = model(batch)
     torch.testing.assert_close(out.cpu(), right)
     out.sum().backward()
-    assert counters()[1, 0].staged > 0
-    assert sum(count.direct for count in counters().values()) == 0
+    assert held.counters()[1, 0].staged > 0
+    assert sum(count.direct for count in held.counters().values()) == 0
     remove_safe_transfers(model)
 
 

@@ -1,5 +1,5 @@
-"""References to staging on simulated devices: what is staged, for how long, what is counted,
-refused and said.
+"""References to staging on simulated devices: what is staged, for how long, what is counted
+and said.
 """
 
 import sys
@@ -14,13 +14,11 @@ import torch
 
 from ckptfix.devices import probe, routing, staged_copies, transfers
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
-from ckptfix.devices.routing import Count, TransferError, bypassed
-from ckptfix.devices.staged_copies import Waiting
+from ckptfix.devices.routing import ROUTER, Count, TransferError, bypassed
 from ckptfix.devices.transfers import (
     Mode,
     Transfers,
     acquire,
-    counters,
     release,
     safe_transfers,
     staged_pairs,
@@ -121,7 +119,7 @@ def test_auto_on_healthy_devices_installs_nothing(monkeypatch: pytest.MonkeyPatc
 def test_a_machine_with_one_device_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delitem(sys.modules, "ckptfix.devices.probe")
-    for mode in ("auto", "always", "raise"):
+    for mode in ("auto", "always"):
         with safe_transfers(mode) as held:
             assert held.pairs == frozenset()
             assert TORCHS_OWN in kernel()
@@ -263,9 +261,9 @@ def test_references_come_and_go_while_other_threads_copy(simulator: Simulator) -
         thread.join()
     assert not wrong
     assert TORCHS_OWN not in kernel(), "what stays hands every copy on"
-    before, direct = counters(), len(simulator.log()[0, 1])
+    before, direct = ROUTER.counts.all(), len(simulator.log()[0, 1])
     move()
-    assert counters() == before
+    assert ROUTER.counts.all() == before
     assert len(simulator.log()[0, 1]) == direct + 1
     with safe_transfers("always") as held:
         move()
@@ -317,7 +315,7 @@ def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(
         pass
 
 
-# ---- counting and refusing
+# ---- counting
 
 
 def test_a_reference_to_nothing_counts_from_its_own_beginning(simulator: Simulator) -> None:
@@ -349,33 +347,12 @@ def test_counters(simulator: Simulator) -> None:
                 move(2, 1, 1)
         assert inner.counters()[0, 1] == Count(staged=1, staged_bytes=56)
         assert inner.counters()[2, 1] == Count(direct=1, direct_bytes=8)
-        assert held.counters()[0, 1] == counters()[0, 1] == Count(staged=2, staged_bytes=96)
+        assert held.counters()[0, 1] == Count(staged=2, staged_bytes=96)
         assert set(held.counters()) == ALL
         assert held.counters()[1, 2] == Count()
-    assert counters()[0, 1].staged == 2, "kept"
-    with safe_transfers("always"):
-        assert counters()[0, 1] == Count(), "a new installation begins anew"
-    assert held.counters()[0, 1].staged == 2
-
-
-def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with safe_transfers("raise") as held:
-        assert held.raises
-        with pytest.raises(
-            TransferError,
-            match=r"copy of 40 B \(5, torch.int64\) from cuda:0 to cuda:1: .*refused",
-        ):
-            move()
-        move(1, 1)
-    unproven(monkeypatch, (1, 2))
-    with pytest.warns(UserWarning, match="not proven"):
-        auto = acquire("auto", raise_instead=True, holder="a test")
-    with safe_transfers("always"):
-        assert torch.equal(move(0, 1), torch.arange(5))
-        with pytest.raises(RuntimeError, match="refused"):
-            move(1, 2)
-    release(auto)
-    assert simulator.count() == 0
+    with safe_transfers("always") as later:
+        assert later.counters()[0, 1] == Count()
+    assert held.counters()[0, 1].staged == 2, "kept"
 
 
 def test_a_strided_copy_without_peer_access_is_counted_once(
@@ -473,22 +450,6 @@ def report(**verdicts: Verdict) -> ProbeReport:
         for pair, verdict in pairs.items()
     }
     return ProbeReport(seed=1, pairs=reports)
-
-
-def test_events_are_trusted_only_on_pairs_that_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = report(_01=Verdict.HEALTHY, _10=Verdict.WRONG, _02=Verdict.INCONCLUSIVE)
-    monkeypatch.setattr(probe, "cached_report", lambda: known)
-    waits: dict[tuple[int, int], Waiting] = {}
-
-    def note(destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting) -> None:
-        waits[source.device.index, destination.device.index] = waiting
-        staged_copies.staged_copy(destination, source, waiting=waiting)
-
-    monkeypatch.setattr(routing, "staged_copy", note)
-    with safe_transfers("always"):
-        for pair in ALL:
-            move(*pair)
-    assert waits == {pair: Waiting.DEVICE if pair == (0, 1) else Waiting.HOST for pair in ALL}
 
 
 def test_one_type_for_all_references() -> None:

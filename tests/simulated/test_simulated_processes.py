@@ -1,17 +1,13 @@
 """Building the simulator, and running code in processes that have it."""
 
-import inspect
-import json
 import os
-import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.simulated import building, requires_simulator
+from tests.simulated import requires_simulator
 from tests.simulated.processes import Faults, run_simulated, start_simulated
 from tests.simulated.simulator import ROOT, VARIABLE
 
@@ -54,19 +50,6 @@ def test_an_endless_process_is_ended() -> None:
         )
 
 
-def test_no_grandchild_is_left_over() -> None:
-    code = """
-        import subprocess, sys
-        command = [sys.executable, "-c", "import time; time.sleep(99)"]
-        print(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
-    """
-    status = Path(f"/proc/{int(start_simulated(['-c', inspect.cleandoc(code)]).stdout)}/stat")
-    deadline = time.monotonic() + 60
-    while status.exists() and status.read_text().rsplit(")")[1].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_name_that_hides_the_simulation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_real.py").write_text(
@@ -99,58 +82,6 @@ def test_this_process_has_no_devices() -> None:
 
     assert VARIABLE not in os.environ
     assert not torch.cuda.is_available()
-
-
-def test_many_processes_build_once(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\nsleep 0.05\nfor last; do :; done\ncase "$*" in *-shared*) last="$4";; esac\n'
-        f'[ "$1" = -shared ] && last="$3"\n: > "$last"\nmktemp {made}/XXXXXX > /dev/null\n'
-    )
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    environment = {**os.environ, "CXX": str(compiler), "TMPDIR": str(tmp_path)}
-    code = "from tests.simulated import building; print(building.built())"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    libraries = {process.communicate(timeout=120)[0] for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert len(libraries) == 1
-    library = Path(libraries.pop().decode().strip())
-    assert library.exists()
-    assert len(list(made.iterdir())) == len(list(building.SOURCES.glob("*.cpp"))) + 1
-    assert {path.name for path in library.parent.iterdir()} == {library.name, "lock"}
-
-
-def test_a_folder_that_others_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / f"ckptfix-simulated-{os.getuid()}").mkdir()
-    (tmp_path / f"ckptfix-simulated-{os.getuid()}").chmod(0o777)
-    with pytest.raises(RuntimeError, match="others can write here"):
-        building.built()
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho no room left >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(RuntimeError, match="no room left"):
-        building.built()
-
-
-def test_the_reason_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    assert building.why_not().startswith("no C++ compiler")
 
 
 def in_pytest(folder: Path, body: str, **environment: str) -> tuple[str, str]:
@@ -228,10 +159,3 @@ def test_a_build_that_fails_fails_its_tests(tmp_path: Path) -> None:
     )
     assert "1 failed" in last, printed
     assert "/bin/false -std=c++20" in printed
-
-
-def test_settings_are_json() -> None:
-    code = f"import os; print(os.environ['{VARIABLE}'])"
-    told = json.loads(run_simulated(["-c", code], count=2, faults={(0, 1): "late"}))
-    assert told["devices"] == 2
-    assert told["faults"] == [[0, 1, {"kind": "late"}]]

@@ -88,9 +88,8 @@ def remember(report: ProbeReport) -> ProbeReport:
     that is now.
 
     Damage that was found before stays, until a later probe completes the plan and finds the pair
-    healthy, and an inconclusive probe changes no verdict; a probe that was blind for some damage
-    proves nothing. Not remembered are devices that cannot be told from others. A folder that cannot
-    be written to, or that others can write to, gives a UserWarning.
+    healthy, and an inconclusive probe changes no verdict. Not remembered are devices that cannot be
+    told from others. A folder that cannot be written to gives a UserWarning.
     """
     with cache.locked(report.identity):
         cache.store(report)

@@ -37,7 +37,6 @@ from ckptfix.devices.probe.worker import (
     Task,
     TaskResult,
     Work,
-    blinded,
 )
 from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
@@ -237,8 +236,8 @@ _BEGIN = (
 # With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
 # torch.py.
 
-_SHOWS_LESS = ("CUDA_LAUNCH_BLOCKING",)
-"""Variables that make copies wait for each other, and so hide a late arrival."""
+_SHOWS_LESS = "CUDA_LAUNCH_BLOCKING"
+"""The variable that makes copies wait for each other, and so hides a late arrival."""
 
 
 def worker_command() -> tuple[str, ...]:
@@ -275,7 +274,7 @@ class Watched:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={key: value for key, value in os.environ.items() if key not in _SHOWS_LESS},
+                env={key: value for key, value in os.environ.items() if key != _SHOWS_LESS},
                 start_new_session=True,  # Ctrl-C is for us; we end it
             )
         except OSError as error:
@@ -412,6 +411,8 @@ def measure(
     began = seconds_since_boot()
     try:
         machine, wrong = _machine(bench, pairs, here)
+        if in_process and os.environ.get(_SHOWS_LESS, "0") not in ("", "0"):
+            wrong = f"{_SHOWS_LESS} makes every copy wait for the previous one, and hides late ones"
         probe = Probe(bench, pairs, budget=budget, seed=seed, times=times)
         if wrong:
             probe.stop(wrong)
@@ -419,7 +420,6 @@ def measure(
             probe.run()
     finally:
         bench.close()
-    blind = blinded() if in_process else ""
     now = seconds_since_boot()
     reports = {}
     for pair, record in probe.records.items():
@@ -434,7 +434,6 @@ def measure(
             seed=seed,
             detail=detail,
             peer_access=machine.peer_access.get(pair),
-            blind=bool(blind),
             made=dict(record.made),
             began=began,
             measured=now,
@@ -447,7 +446,7 @@ def measure(
         starting=bench.starting,
         devices=machine.names,
         exercised=tuple(_exercised(probe)),
-        not_exercised=tuple(_not_exercised(probe, reports, budget, in_process, blind)),
+        not_exercised=tuple(_not_exercised(probe, reports, budget, in_process)),
         hints=() if is_proven else ("known causes that this machine has: ckptfix doctor",),
         identity=machine.identity,
         hosts=dict.fromkeys(sorted(probe.proven - set(probe.unusable)), now),
@@ -514,7 +513,7 @@ def _exercised(probe: Probe) -> Iterator[str]:
 
 
 def _not_exercised(
-    probe: Probe, reports: Mapping[Pair, PairReport], budget: float, in_process: bool, blind: str
+    probe: Probe, reports: Mapping[Pair, PairReport], budget: float, in_process: bool
 ) -> Iterator[str]:
     if probe.stopped:
         yield probe.stopped
@@ -536,8 +535,6 @@ def _not_exercised(
         yield "several pairs at once: fewer than two were proven before, or there was no verdict"
     if in_process:
         yield "copies that hang: in_process=True cannot end them"
-    if blind:
-        yield f"{blind}; no pair is remembered as healthy"
     yield from probe.left_out
     # How rare a fault may be that the healthy pairs' own copies would have missed: see REPEATS.
     made = [report.made for report in reports.values() if report.verdict is Verdict.HEALTHY]

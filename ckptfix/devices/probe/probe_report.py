@@ -47,8 +47,8 @@ class PairReport(Struct, frozen=True, kw_only=True):
     ``first_offset``: its first wrong byte, from the start of the destination. ``trials``: copies
     made and compared, ``failures``: those that were wrong. ``seed``: of the whole probe; the same
     seed sends the same bits in the same order. ``detail``: what the verdict rests on.
-    ``peer_access``: whether the driver offers it; None where torch cannot tell. ``blind``:
-    something in the environment hid faults from the probe. ``made``: the trials by size and engine.
+    ``peer_access``: whether the driver offers it; None where torch cannot tell. ``made``: the trials
+    by size and engine.
     ``began`` and ``measured``: when the probe that gave the verdict began and ended, in seconds
     since the boot; 0 where that is not known.
     """
@@ -62,39 +62,25 @@ class PairReport(Struct, frozen=True, kw_only=True):
     seed: int
     detail: str = ""
     peer_access: bool | None = None
-    blind: bool = False
     made: Mapping[str, int] = field(default_factory=dict)
     began: float = 0.0
     measured: float = 0.0
 
-    def over(self, older: PairReport | None) -> PairReport | None:
+    def over(self, older: PairReport | None) -> PairReport:
         """Return the report of a pair from now on, with ``older`` as the one so far (None: no
         report).
 
         What is proven stays: an inconclusive probe changes no verdict. Damage that was seen once,
         by chance perhaps, stays until a probe that began later finds the pair healthy: of two
-        probes that run at once and differ, the one that saw it is right. A blind probe proves
-        nothing.
+        probes that run at once and differ, the one that saw it is right.
         """
-        proves = self.verdict is Verdict.HEALTHY and not self.blind
-        if older is not None and older.is_damage:
-            if self.is_damage:
-                return self if self.measured >= older.measured else older
-            return self if proves and self.began >= older.measured else older
-        if self.is_damage:
-            outdated = (
-                older is not None
-                and older.verdict is Verdict.HEALTHY
-                and older.began > self.measured
-            )
-            return older if outdated else self
-        if proves or self.verdict is Verdict.UNUSABLE:
+        if older is None or self.is_damage:
             return self
-        if self.verdict is Verdict.HEALTHY or (
-            older is not None and older.verdict is Verdict.HEALTHY
-        ):
-            return older
-        return self
+        if older.is_damage:
+            is_later = self.verdict is Verdict.HEALTHY and self.began >= older.measured
+            return self if is_later else older
+        changes_nothing = self.verdict is Verdict.INCONCLUSIVE and older.verdict is Verdict.HEALTHY
+        return older if changes_nothing else self
 
     @property
     def is_damage(self) -> bool:
@@ -109,13 +95,14 @@ class PairReport(Struct, frozen=True, kw_only=True):
         return f"{source} -> {destination} {self.verdict.value}{kind}{offset}{detail}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values. ``plan``, ``done`` and ``tried`` are for readers of
-        reports of 0.5.0.
+        """Return the report as plain values. ``blind``, ``plan``, ``done`` and ``tried`` are for
+        readers of reports of 0.5.0.
         """
         return {
             **to_builtins(self),
             "began": round(self.began, 3),
             "measured": round(self.measured, 3),
+            "blind": False,
             "plan": "full",
             "done": dict(self.made),
             "tried": {str(self.seed): dict(self.made)},
@@ -158,12 +145,8 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
         """Return what is known with ``newer`` taken in: of each pair what ``PairReport.over``
         says.
         """
-        pairs = dict(self.pairs)
-        for pair, report in newer.pairs.items():
-            now = report.over(pairs.get(pair))
-            if now is not None:
-                pairs[pair] = now
-        return replace(newer, pairs=pairs)
+        renewed = {pair: report.over(self.pairs.get(pair)) for pair, report in newer.pairs.items()}
+        return replace(newer, pairs={**self.pairs, **renewed})
 
     def __repr__(self) -> str:
         counts = Counter(report.verdict.value for report in self.pairs.values())

@@ -191,15 +191,6 @@ def _no_memory(error: BaseException) -> bool:
     )
 
 
-def blinded() -> str:
-    """Return what in this process's environment hides faults from the probe; "" when nothing
-    does.
-    """
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the previous one"
-    return ""
-
-
 def main() -> None:
     """Do tasks until the input ends."""
     _end_with_the_parent(os.getppid())
