@@ -21,6 +21,7 @@ from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_stream import (
     PACKED,
     Chunk,
+    ChunkIndex,
     StoredItem,
     fields_of,
     is_count,
@@ -380,6 +381,9 @@ class _Reading:
         for key, value in self._pairs(root, "storage_data"):
             if value is PACKED and type(key) is StoredItem:
                 item = key
+            elif type(key) is ChunkIndex and is_instance(value, "_StorageInfo"):
+                fields = {"fqn": key.fqn, "offset": key.offsets, "index": key.hint}
+                item = self._stored_item(fields, fields_of(value))
             elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
                     f"storage_data maps {words_for(key)} to {words_for(value)}, which torch's "

@@ -67,6 +67,7 @@ class Machine:
         self.impossible: set[str] = set()
         self.built: set[tuple[str, str]] = set()
         self.containers = 0
+        self.forgiven = 0
         self.calls: list[Node] = []
         self.keys: list[Any] = []
 
@@ -137,9 +138,11 @@ class Machine:
         )
 
     def weight(self) -> int:
-        """Return the number of objects held outside the stack; each takes about 100 bytes."""
+        """Return the number of objects held outside the stack, each of about 100 bytes, less the
+        opcodes whose objects are gone.
+        """
         numbered = len(self.memo) if type(self.memo) is dict else 0
-        return len(self.texts) + len(self.frames) + numbered
+        return len(self.texts) + len(self.frames) + numbered - self.forgiven
 
     def name_global(self, offset: int, module: str, name: str) -> Node:
         """Note that the opcode at ``offset`` refers to a global, and return its node."""
