@@ -227,6 +227,10 @@ class _Machine(Machine):
         self.places = 0
         self.begun = 0
 
+    def is_size(self, value: object) -> bool:
+        """Return whether a value is what a ``torch.Size`` became."""
+        return value is not None and self.sizes.get(value) is value
+
 
 class _Begun(NamedTuple):
     """An instance on the stack whose state is being read. ``texts``: how many precede it."""
@@ -322,7 +326,7 @@ def _setitems(machine: Any) -> None:
 def _chunk(machine: _Machine, entries: list[Any]) -> _Made | None:
     if _keys(entries) == ["offsets", "sizes"]:
         first, lengths = entries[1::2]
-        if machine.sizes.get(first) is first and machine.sizes.get(lengths) is lengths:
+        if machine.is_size(first) and machine.is_size(lengths):
             return (), (Chunk(first, lengths),)
     return None
 
@@ -331,7 +335,7 @@ def _index(machine: _Machine, entries: list[Any]) -> _Made | None:
     if _keys(entries) == ["fqn", "index", "offset"]:
         fqn, hint, first = entries[1::2]
         is_hint = hint is None or type(hint) is int
-        if type(fqn) is Text and is_hint and machine.sizes.get(first) is first:
+        if type(fqn) is Text and is_hint and machine.is_size(first):
             return (fqn,), (ChunkIndex(fqn, first, hint),)
     return None
 
