@@ -139,22 +139,20 @@ def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
 
 
 @paused_gc()
-def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMetadata:
-    """Parse the bytes of a ``.metadata``; ``opcode_by_opcode``: its tree says where every single
-    string was pushed.
+def parse_dcp_metadata(data: bytes) -> DcpMetadata:
+    """Parse the bytes of a ``.metadata``.
 
     Raises TruncatedError when they end too early, UnsupportedFormat for what was written by no
     planner or writer that is known here, FormatError for a chunk that is not inside of its tensor,
     a path that leaves the folder, and everything else that torch's writers do not make.
     """
-    if not opcode_by_opcode:
-        tree = read_stream(data)
-        try:
-            return _metadata(tree)
-        except FormatError:
-            if len(data) > _RETOLD:
-                raise  # else the tree of every opcode gives a better message
-    return _metadata(parse(data))
+    tree = read_stream(data)
+    try:
+        return _metadata(tree)
+    except FormatError:
+        if len(data) > _RETOLD:
+            raise
+    return _metadata(parse(data))  # the tree of every object gives a better message
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"

@@ -226,6 +226,10 @@ class _Machine(Machine):
         self.paths: dict[str, PurePosixPath] = {}
         self.places = 0
         self.begun = 0
+        # Where the literals of a state's keys are -> the keys; and the literals that are keys alone.
+        self.known_keys: dict[tuple[int, ...], list[str]] = {}
+        self.of_keys: set[int] = set()
+        self.keeps_texts = False
 
     def is_size(self, value: object) -> bool:
         """Return whether a value is what a ``torch.Size`` became."""
@@ -308,7 +312,8 @@ def _setitems(machine: Any) -> None:
     made = _RULES[below.head.head](machine, entries)
     if made is not None:
         names, values = made
-        machine.texts[below.texts :] = names
+        if not machine.keeps_texts:
+            machine.texts[below.texts :] = names
         machine.stack[-len(values) :] = values
         machine.forgiven += _OF_INSTANCE
     else:
@@ -324,7 +329,7 @@ def _setitems(machine: Any) -> None:
 
 
 def _chunk(machine: _Machine, entries: list[Any]) -> _Made | None:
-    if _keys(entries) == ["offsets", "sizes"]:
+    if _keys(machine, entries) == ["offsets", "sizes"]:
         first, lengths = entries[1::2]
         if machine.is_size(first) and machine.is_size(lengths):
             return (), (Chunk(first, lengths),)
@@ -332,7 +337,7 @@ def _chunk(machine: _Machine, entries: list[Any]) -> _Made | None:
 
 
 def _index(machine: _Machine, entries: list[Any]) -> _Made | None:
-    if _keys(entries) == ["fqn", "index", "offset"]:
+    if _keys(machine, entries) == ["fqn", "index", "offset"]:
         fqn, hint, first = entries[1::2]
         is_hint = hint is None or type(hint) is int
         if type(fqn) is Text and is_hint and machine.is_size(first):
@@ -341,7 +346,7 @@ def _index(machine: _Machine, entries: list[Any]) -> _Made | None:
 
 
 def _info(machine: _Machine, entries: list[Any]) -> _Made | None:
-    keys, index = _keys(entries), machine.stack[-2]
+    keys, index = _keys(machine, entries), machine.stack[-2]
     if keys[:3] != ["relative_path", "offset", "length"] or type(index) is not ChunkIndex:
         return None
     name, offset, length, *others = entries[1::2]
@@ -358,10 +363,19 @@ def _info(machine: _Machine, entries: list[Any]) -> _Made | None:
     return (name,), (item, PACKED)
 
 
-def _keys(entries: list[Any]) -> list[str]:
+def _keys(machine: _Machine, entries: list[Any]) -> list[str]:
     """Return the keys of a dict, an empty list where one is not a string."""
     keys = entries[::2]
-    return [key[0] for key in keys] if {*map(type, keys)} == {Text} else []
+    if {*map(type, keys)} != {Text}:
+        return []
+    sources = tuple([key[2] for key in keys])
+    known = machine.known_keys.get(sources)
+    if known is None:
+        known = machine.known_keys[sources] = [key.value for key in keys]
+        machine.of_keys.update(key.source for key in keys if key.site == key.source)
+        # A parameter called "offset" can share the literal: a new name needs all its pushes.
+        machine.keeps_texts |= not machine.of_keys.issuperset(sources)
+    return known
 
 
 def _path(machine: _Machine, text: str) -> PurePosixPath | None:

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats import dcp_stream
+from ckptfix.formats import dcp_metadata, dcp_stream
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
 from ckptfix.formats.dcp_rewrite import paths_of, rewrite_metadata
 from ckptfix.formats.dcp_stream import MATCHED, PACKED, Chunk, ChunkIndex, read_stream
 from ckptfix.formats.pickle_opcodes import MISSING
-from ckptfix.formats.pickle_stream import run
+from ckptfix.formats.pickle_stream import parse, run
 from ckptfix.formats.pickle_tree import attribute, pairs
 from tests.sampling import examples
 
@@ -87,7 +87,7 @@ def packed(metadata: DcpMetadata) -> int:
 
 def both(data: bytes) -> DcpMetadata:
     fast = parse_dcp_metadata(data)
-    same(fast, parse_dcp_metadata(data, opcode_by_opcode=True))
+    same(fast, dcp_metadata._metadata(parse(data)))
     return fast
 
 
@@ -191,12 +191,12 @@ def test_a_part_of_a_chunk_that_is_used_again() -> None:
 def test_an_instance_that_is_begun_and_never_ended() -> None:
     """SETITEMS became TUPLE, by one bit: nothing half made is left in the tree."""
     data = edited(lambda data: data.replace(b"ub", b"tb"))
-    assert parse_says(data) == parse_says(data, opcode_by_opcode=True)
+    assert parse_says(data) == parse_says(data, slowly=True)
 
 
-def parse_says(data: bytes, *, opcode_by_opcode: bool = False) -> Any:
+def parse_says(data: bytes, *, slowly: bool = False) -> Any:
     try:
-        found = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
+        found = dcp_metadata._metadata(parse(data)) if slowly else parse_dcp_metadata(data)
     except FormatError as error:
         return type(error), str(error)
     return found.tensors, found.items, found.planned, list(found.stored.items())
@@ -217,7 +217,7 @@ def parse_says(data: bytes, *, opcode_by_opcode: bool = False) -> Any:
 def test_what_is_wrong_is_said_in_the_same_words(old: bytes, new: bytes) -> None:
     data = edited(lambda data: data.replace(old, new))
     assert isinstance(parse_says(data)[1], str)
-    assert parse_says(data) == parse_says(data, opcode_by_opcode=True)
+    assert parse_says(data) == parse_says(data, slowly=True)
 
 
 def test_changed_and_cut_bytes() -> None:
@@ -230,7 +230,7 @@ def test_changed_and_cut_bytes() -> None:
             changed[source.randrange(2, len(data))] = source.randrange(256)
         if source.random() < 0.1:
             del changed[source.randrange(len(data)) :]
-        assert parse_says(bytes(changed)) == parse_says(bytes(changed), opcode_by_opcode=True)
+        assert parse_says(bytes(changed)) == parse_says(bytes(changed), slowly=True)
 
 
 def test_more_chunks_than_opcodes_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_more_chunks_than_opcodes_are_allowed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ckptfix.formats.pickle_stream.MAX_OPCODES", 20_000)
     assert len(parse_dcp_metadata(data).stored) == 2001
     with pytest.raises(UnsupportedFormat, match="more than 20000 opcodes"):
-        parse_dcp_metadata(data, opcode_by_opcode=True)
+        dcp_metadata._metadata(parse(data))
     monkeypatch.setattr(dcp_stream, "MAX_PLACES", 1000)
     with pytest.raises(UnsupportedFormat, match="more than 1000 chunks"):
         parse_dcp_metadata(data)
