@@ -186,8 +186,8 @@ MAX_PLACES = 6_000_000
 """Most chunks of ``storage_data`` that are read. Each takes about 600 bytes of memory."""
 
 _BEGIN, _END = b"\x81\x94}\x94(", b"ub"
-"""How protocol 4 begins an instance with a dict as its state, and ends it: NEWOBJ and EMPTY_DICT, each
-with MEMOIZE, and MARK; SETITEMS and BUILD (CPython's ``Modules/_pickle.c``).
+"""Opcodes by which protocol 4 begins an instance with a dict as its state, and ends it: NEWOBJ and
+EMPTY_DICT, each with MEMOIZE, and MARK; SETITEMS and BUILD (CPython's ``Modules/_pickle.c``).
 """
 
 _OF_SIZE, _OF_INSTANCE = 6, 12
@@ -309,6 +309,8 @@ def _setitems(machine: Any) -> None:
         HANDLERS[ord("u")](machine)
         return
     entries = machine.pop_mark()
+    if len(entries) % 2:
+        raise machine.malformed("sets a key without a value")
     made = _RULES[below.head.head](machine, entries)
     if made is not None:
         names, values = made
