@@ -101,8 +101,11 @@ class ItemReader:
         window = self._reader.window(item.offset, item.length)
         key = (item.length, shape)
         known = self._known.get(key)
-        if known is not None and (same := _same_but_data(known, window)) is not None:
-            return same
+        tail = _tail_but_data(known, window) if known is not None else None
+        if known is not None and tail is not None:
+            crc = int.from_bytes(tail[known.crc : known.crc + 4], "little")
+            size = known.tail_start - known.saved.storage[0]
+            return known.saved._replace(record=(size, crc) if crc else (0, 0))
         archive, record, saved = _saved_tensor(window)
         learned = _learned(window, archive, record, saved)
         if learned is not None and len(self._known) < _MAX_SHAPES:
@@ -205,18 +208,15 @@ def _learned(
     return KnownItem(window.read(0, record.data_offset), end, tuple(kept), crc, saved, save_id)
 
 
-def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
-    """Return the tensor of an item of the same length, None when more than its data and their
-    checksums differ.
+def _tail_but_data(known: KnownItem, window: FileReader) -> bytes | None:
+    """Return the bytes behind the data of an item of the same length, None when more than its data
+    and their checksums differ from the known one.
     """
     tail = window.read(known.tail_start, window.size - known.tail_start)
-    if window.read(0, len(known.head)) != known.head:
-        return None
-    if not all(tail.startswith(part, begin) for begin, part in known.tail):
-        return None
-    crc = int.from_bytes(tail[known.crc : known.crc + 4], "little")
-    size = known.tail_start - known.saved.storage[0]
-    return known.saved._replace(record=(size, crc) if crc else (0, 0))
+    is_same = window.read(0, len(known.head)) == known.head and all(
+        tail.startswith(part, begin) for begin, part in known.tail
+    )
+    return tail if is_same else None
 
 
 class ItemProblem(NamedTuple):
@@ -249,9 +249,11 @@ class ItemCheck:
         """Return what is wrong with an item. ``chunk``, ``dtype``: of a tensor, by the metadata."""
         key = (item.length, chunk, dtype)
         known = self._known.get(key)
-        if known is not None and _is_same_but_data(known, reader, item):
-            return None
         window = reader.window(item.offset, item.length)
+        tail = _tail_but_data(known, window) if known is not None else None
+        # torch.load reads the id of the save as UTF-8.
+        if known is not None and tail is not None and tail[known.save_id].isascii():
+            return None
         raw = b""
         try:
             if chunk is None and item.length <= _SMALL_ITEM:
@@ -294,15 +296,6 @@ class ItemCheck:
         if learned is not None and len(self._known) < _MAX_SHAPES:
             self._known[window.size, chunk, dtype] = learned
         return None
-
-
-def _is_same_but_data(known: KnownItem, reader: FileReader, item: StoredItem) -> bool:
-    begin = item.offset + known.tail_start
-    tail = reader.read(begin, item.offset + item.length - begin)
-    is_same = reader.read(item.offset, len(known.head)) == known.head and all(
-        tail.startswith(part, at) for at, part in known.tail
-    )
-    return is_same and tail[known.save_id].isascii()  # torch.load reads the id as UTF-8
 
 
 _SMALL_ITEM = 1 << 14

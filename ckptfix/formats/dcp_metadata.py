@@ -21,6 +21,7 @@ from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_stream import (
     PACKED,
     Chunk,
+    ChunkIndex,
     StoredItem,
     fields_of,
     is_count,
@@ -138,22 +139,20 @@ def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
 
 
 @paused_gc()
-def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMetadata:
-    """Parse the bytes of a ``.metadata``; ``opcode_by_opcode``: its tree says where every single
-    string was pushed.
+def parse_dcp_metadata(data: bytes) -> DcpMetadata:
+    """Parse the bytes of a ``.metadata``.
 
     Raises TruncatedError when they end too early, UnsupportedFormat for what was written by no
     planner or writer that is known here, FormatError for a chunk that is not inside of its tensor,
     a path that leaves the folder, and everything else that torch's writers do not make.
     """
-    if not opcode_by_opcode:
-        tree = read_stream(data)
-        try:
-            return _metadata(tree)
-        except FormatError:
-            if len(data) > _RETOLD:
-                raise  # else the tree of every opcode gives a better message
-    return _metadata(parse(data))
+    tree = read_stream(data)
+    try:
+        return _metadata(tree)
+    except FormatError:
+        if len(data) > _RETOLD:
+            raise
+    return _metadata(parse(data))  # the tree of every object gives a better message
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -380,6 +379,9 @@ class _Reading:
         for key, value in self._pairs(root, "storage_data"):
             if value is PACKED and type(key) is StoredItem:
                 item = key
+            elif type(key) is ChunkIndex and is_instance(value, "_StorageInfo"):
+                fields = {"fqn": key.fqn, "offset": key.offsets, "index": key.hint}
+                item = self._stored_item(fields, fields_of(value))
             elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
                     f"storage_data maps {words_for(key)} to {words_for(value)}, which torch's "

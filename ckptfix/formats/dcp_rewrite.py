@@ -77,25 +77,6 @@ def rewrite_metadata(
     the result, read again, does not say exactly that: a fault of this module.
     """
     names = _new_names(metadata, new_paths)
-    try:
-        return Renamed(_rewritten(metadata, names, new_paths, places), names)
-    except UnsupportedFormat:
-        raise
-    except FormatError:
-        # A name may be one object with a key of torch's own, as of a parameter called "offset":
-        # then all must be known.
-        whole = parse_dcp_metadata(metadata.tree.data, opcode_by_opcode=True)
-        return Renamed(_rewritten(whole, names, new_paths, places, opcode_by_opcode=True), names)
-
-
-def _rewritten(
-    metadata: DcpMetadata,
-    names: Mapping[str, str],
-    new_paths: Mapping[str, Steps],
-    places: Mapping[str, ItemLocation],
-    *,
-    opcode_by_opcode: bool = False,
-) -> bytes:
     tree = metadata.tree
     infos = _infos(tree, places) if places else {}
     strings = _sites(metadata, names, new_paths)
@@ -114,7 +95,7 @@ def _rewritten(
             ]
 
     def is_right(data: bytes) -> bool:
-        after = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
+        after = parse_dcp_metadata(data)
         walk = _Walk(strings, moved)
         return (
             after.tree.end == len(data)
@@ -122,7 +103,7 @@ def _rewritten(
             and walk.same(tree.root, after.tree.root)
         )
 
-    return rewrite(tree, strings, numbers, is_right=is_right)
+    return Renamed(rewrite(tree, strings, numbers, is_right=is_right), names)
 
 
 class _Walk(TreeWalk):

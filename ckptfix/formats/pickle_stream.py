@@ -129,6 +129,9 @@ def _run(machine: Machine) -> None:
     meta, stack = machine.meta, machine.stack
     push = stack.append
     long_text = 5 + MAX_TEXT
+    # Of a machine with other handlers: its own REDUCE, and a memo that MEMOIZE makes longer.
+    has_reduce, grows = 0x52 in machine.handlers, type(memo) is list and not memo
+    handlers, step = machine.handlers, Machine.step
     i = done = 0
     try:
         while (rest := MAX_OPCODES - done - machine.weight()) > 0:
@@ -179,7 +182,7 @@ def _run(machine: Machine) -> None:
                         return
                     else:
                         machine.position, machine.stack = i, stack
-                        machine.step()
+                        handlers.get(c, step)(machine)
                         i, stack = machine.position, machine.stack
                         push = stack.append
                 else:
@@ -207,7 +210,7 @@ def _run(machine: Machine) -> None:
                     elif c == 0x85:  # TUPLE1
                         x = stack[-1] = (stack[-1],)
                         i += 1
-                    elif c == 0x52:  # REDUCE
+                    elif c == 0x52 and not has_reduce:
                         x = stack.pop()
                         x = stack[-1] = Node(call, stack[-1], x)
                         add_call(x)
@@ -227,13 +230,19 @@ def _run(machine: Machine) -> None:
                         continue
                     else:
                         machine.position, machine.stack = i, stack
-                        machine.step()
+                        handlers.get(c, step)(machine)
                         i, stack = machine.position, machine.stack
                         push = stack.append
+                        if grows and b[i] == 0x94:
+                            memo.append(stack[-1])
+                            i += 1
                         continue
                     if b[i] == 0x72:  # LONG_BINPUT
                         memo[u32(b, i + 1)[0]] = x
                         i += 5
+                    elif grows and b[i] == 0x94:  # MEMOIZE
+                        memo.append(x)
+                        i += 1
         raise BeyondLimits(f"the pickle has more than {MAX_OPCODES} opcodes")
     finally:
         machine.position, machine.stack = i, stack

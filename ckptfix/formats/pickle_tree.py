@@ -203,21 +203,31 @@ def every_node(
     its own. So walks of many values that share their parts take as long together as one of the
     whole tree. Values and parts must outlive the set.
     """
+    values = _every_value(root, callees=callees, without=without, met=met)
+    return (value for value in values if type(value) is Node)
+
+
+def _every_value(
+    root: Any, *, callees: bool, without: Iterable[Node], met: set[int] | None = None
+) -> Iterator[Any]:
+    """Yield every node once, and every constant wherever a node or a tuple refers to it."""
     met = set() if met is None else met
     met.update(map(id, without))
     waiting = [root]
     while waiting:
         value = waiting.pop()
-        if not isinstance(value, Node | tuple) or type(value) is Text or id(value) in met:
-            continue
-        met.add(id(value))
-        if isinstance(value, tuple):
-            waiting += value
-            continue
-        yield value
-        waiting += (value.head, value.args) if callees or value.kind not in CALLS else (value.args,)
-        for values in (value.items, value.entries, value.states):
-            waiting += values or ()
+        if not isinstance(value, Node | tuple) or type(value) is Text:
+            yield value
+        elif id(value) not in met:
+            met.add(id(value))
+            if isinstance(value, tuple):
+                waiting += value
+                continue
+            yield value
+            goes_into_callee = callees or value.kind not in CALLS
+            waiting += (value.head, value.args) if goes_into_callee else (value.args,)
+            for values in (value.items, value.entries, value.states):
+                waiting += values or ()
 
 
 class Visits:
@@ -290,22 +300,8 @@ def constants(
     ``text`` gives the string of a push. ``without``: nodes that are left out, with what only they
     refer to.
     """
-    met = set(map(id, without))
-    known: set[tuple[type, object]] = set()
-    waiting = [root]
-    while waiting:
-        value = waiting.pop()
-        if not isinstance(value, Node | tuple) or type(value) is Text:
-            known.add(_exactly(value, text))
-        elif id(value) not in met:
-            met.add(id(value))
-            if isinstance(value, tuple):
-                waiting += value
-                continue
-            waiting += (value.head, value.args) if value.kind in CALLS else (value.args,)
-            for values in (value.items, value.entries, value.states):
-                waiting += values or ()
-    return frozenset(known)
+    values = _every_value(root, callees=True, without=without)
+    return frozenset(_exactly(value, text) for value in values if type(value) is not Node)
 
 
 class TreeWalk:

@@ -35,19 +35,7 @@ from ckptfix.wording import Brief
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
-TAR_MAGIC_OFFSET = 257
-
-_TAR_BLOCK = 512
-_TAR_NUMBERS = (
-    (100, 108),
-    (108, 116),
-    (116, 124),
-    (124, 136),
-    (136, 148),
-    (148, 156),
-    (329, 337),
-    (337, 345),
-)
+_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 
 _SMALL = 1 << 16  # the pickles before the object take some hundred bytes
 _FIRST_WINDOW = 1 << 16
@@ -77,33 +65,8 @@ class PatchedBytes(Brief, Struct, frozen=True):
 
 def is_tar(reader: FileReader) -> bool:
     """Return whether it is a tar archive, as torch.save wrote before 0.4."""
-    if reader.size < _TAR_BLOCK:
-        return False
-    head = reader.read(0, _TAR_BLOCK)
-    if head[TAR_MAGIC_OFFSET : TAR_MAGIC_OFFSET + 5] == b"ustar":
-        return True
-    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: by the
-    # rules of tarfile, a block is a header when its numbers are valid and one is its checksum, over
-    # signed or unsigned bytes.
-    if any(_tar_number(head[begin:end]) is None for begin, end in _TAR_NUMBERS):
-        return False
-    rest = head[:148] + b" " * 8 + head[156:]
-    return _tar_number(head[148:156]) in (
-        sum(rest),
-        sum(rest) - 256 * sum(byte > 127 for byte in rest),
-    )
-
-
-def _tar_number(field: bytes) -> int | None:
-    """Return the number in a field of a tar header, octal or in base 256, as tarfile reads it."""
-    if field[0] in (0o200, 0o377):
-        return int.from_bytes(field[1:], "big") - (
-            256 ** (len(field) - 1) if field[0] == 0o377 else 0
-        )
-    try:
-        return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
-    except ValueError:
-        return None
+    end = _TAR_MAGIC_AT + len(_TAR_MAGIC)
+    return reader.size >= end and reader.read(_TAR_MAGIC_AT, len(_TAR_MAGIC)) == _TAR_MAGIC
 
 
 def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> PickleTree:

@@ -20,11 +20,9 @@ from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile, Par
 from ckptfix.tensors.new_torch_files import (
     BUILD,
     DTYPE_NAMES,
-    EMPTY_TUPLE,
+    EMPTY_DICT,
     MARK,
-    NEWOBJ,
-    REDUCE,
-    TUPLE,
+    SETITEMS,
     Call,
     Global,
     PickleWriter,
@@ -36,8 +34,6 @@ from ckptfix.tensors.new_torch_files import (
 _ARCHIVE = "archive"  # what torch.save calls the root folder when it writes into a stream
 _ANY = ""  # in place of the name in what is the same for all tensors of one dtype and shape
 _VERSION = "1.0.0"
-_EMPTY_DICT, _EMPTY_LIST, _APPEND, _TUPLE1 = b"}", b"]", b"a", b"\x85"
-_END = b"u" + BUILD  # SETITEMS of the attributes since the mark, and BUILD
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = Global(f"{_PACKAGE}.metadata", "Metadata")
 _TENSOR = Global(f"{_PACKAGE}.metadata", "TensorStorageMetadata")
@@ -131,7 +127,7 @@ def dcp_state_files(
             files.append(OutputFile(path=folder / name, parts=tuple(parts)))
         named = [(".".join(map(str, path)), path, placed[fqn]) for path, fqn in paths.items()]
         named += [(".".join(map(str, path)), path, one) for path, one in placed_values.items()]
-        metadata = _MetadataWriter().write(named)
+        metadata = _metadata(named)
     if len(metadata) > MAX_METADATA:
         raise UnsupportedFormat(
             f"its {METADATA_NAME} takes {len(metadata)} bytes, but at most {MAX_METADATA} can be "
@@ -191,119 +187,54 @@ def _rendered(parts: Sequence[Part], crcs: Mapping[str, int]) -> bytes:
     return bytes(data)
 
 
-class _MetadataWriter:
-    """Writes ``.metadata`` opcode by opcode: objects for 100,000 tensors would take a gigabyte."""
+def _metadata(named: Sequence[tuple[str, StatePath, _Placed]]) -> bytes:
+    """Return the pickle of a ``Metadata``. ``named``: name, path, and place of each tensor by each
+    of its names.
+    """
+    pickle = PickleWriter(protocol=4)
+    pickle.value(Call(function=_METADATA, new=True))
+    pickle.opcodes(EMPTY_DICT)
+    pickle.memoize()
+    pickle.opcodes(MARK)
+    # Entry by entry: objects for 100,000 tensors would take a gigabyte.
+    pickle.value("state_dict_metadata")
+    pickle.dict((name, _described(placed.tensor)) for name, _, placed in named)
+    pickle.value("planner_data")
+    pickle.dict((name, path) for name, path, _ in named)
+    pickle.value("storage_data")
+    pickle.dict((_index(name, placed.tensor), _info(placed)) for name, _, placed in named)
+    for name, value in (("storage_meta", None), ("version", _VERSION)):
+        pickle.value(name)
+        pickle.value(value)
+    pickle.opcodes(SETITEMS + BUILD)
+    return pickle.finish()
 
-    def __init__(self) -> None:
-        self._pickle = PickleWriter(protocol=4)
-        self._names: dict[str, int] = {}
 
-    def write(self, named: Sequence[tuple[str, StatePath, _Placed]]) -> bytes:
-        """Return the pickle of a ``Metadata``. ``named``: name, path, and place of each tensor by
-        each of its names.
-        """
-        pickle = self._pickle
-        self._begin(_METADATA)
-        pickle.value("state_dict_metadata")
-        self._kept(_EMPTY_DICT)
-        pickle.batches(named, lambda one: self._tensor(one[0], one[2].tensor))
-        pickle.value("planner_data")
-        self._kept(_EMPTY_DICT)
-        pickle.batches(named, lambda one: self._path(one[0], one[1]))
-        pickle.value("storage_data")
-        self._kept(_EMPTY_DICT)
-        pickle.batches(named, lambda one: self._place(one[0], one[2]))
-        for name, value in (("storage_meta", None), ("version", _VERSION)):
-            pickle.value(name)
-            pickle.value(value)
-        pickle.opcodes(_END)
-        return pickle.finish()
+def _described(tensor: NewTensor | None) -> Call:
+    if tensor is None:
+        return Call(function=_BYTES, new=True)
+    dtype = Global("torch", DTYPE_NAMES[tensor.dtype])
+    chunk = {"offsets": _size((0,) * len(tensor.shape)), "sizes": _size(tensor.shape)}
+    state = {
+        "properties": Call(
+            function=_PROPERTIES, state=(dtype, _STRIDED, False, _CONTIGUOUS, False), new=True
+        ),
+        "size": _size(tensor.shape),
+        "chunks": [Call(function=_CHUNK, state=chunk, new=True)],
+    }
+    return Call(function=_TENSOR, state=state, new=True)
 
-    def _begin(self, cls: Global) -> None:
-        """Push an instance and begin its attributes, which ``_END`` sets."""
-        self._pickle.named(cls.module, cls.name)
-        self._kept(EMPTY_TUPLE + NEWOBJ)
-        self._kept(_EMPTY_DICT)
-        self._pickle.opcodes(MARK)
 
-    def _kept(self, opcodes: bytes) -> None:
-        """Push a value that the pickler memoizes although nothing refers to it, as the fast reader
-        expects.
-        """
-        self._pickle.opcodes(opcodes)
-        self._pickle.put()
+def _index(name: str, tensor: NewTensor | None) -> Call:
+    first = _size((0,) * len(tensor.shape)) if tensor is not None else None
+    state = {"fqn": name, "index": None if tensor is None else 0, "offset": first}
+    return Call(function=_INDEX, state=state, new=True)
 
-    def _name(self, name: str) -> None:
-        number = self._names.get(name)
-        if number is None:
-            self._names[name] = self._pickle.text(name)
-        else:
-            self._pickle.get(number)
 
-    def _size(self, attribute: str, numbers: tuple[int, ...]) -> None:
-        """Push a size anew, as torch does: the fast reader knows none that it did not read
-        itself.
-        """
-        self._pickle.value(attribute)
-        self._pickle.named(_SIZE.module, _SIZE.name)
-        self._pickle.sizes(numbers)
-        self._kept(_TUPLE1)
-        self._kept(REDUCE)
+def _info(placed: _Placed) -> Call:
+    state = {"relative_path": placed.file, "offset": placed.offset, "length": placed.length}
+    return Call(function=_PLACE, state=state, new=True)
 
-    def _tensor(self, name: str, tensor: NewTensor | None) -> None:
-        pickle = self._pickle
-        self._name(name)
-        if tensor is None:
-            pickle.named(_BYTES.module, _BYTES.name)
-            self._kept(EMPTY_TUPLE + NEWOBJ)
-            return
-        self._begin(_TENSOR)
-        pickle.value("properties")
-        pickle.named(_PROPERTIES.module, _PROPERTIES.name)
-        self._kept(EMPTY_TUPLE + NEWOBJ)
-        pickle.opcodes(MARK)
-        pickle.named("torch", DTYPE_NAMES[tensor.dtype])
-        for value in (_STRIDED, False, _CONTIGUOUS, False):
-            pickle.value(value)
-        self._kept(TUPLE)
-        pickle.opcodes(BUILD)
-        self._size("size", tensor.shape)
-        pickle.value("chunks")
-        self._kept(_EMPTY_LIST)
-        self._begin(_CHUNK)
-        self._size("offsets", (0,) * len(tensor.shape))
-        self._size("sizes", tensor.shape)
-        pickle.opcodes(_END + _APPEND + _END)
 
-    def _path(self, name: str, path: StatePath) -> None:
-        self._name(name)
-        self._pickle.opcodes(MARK)
-        for step in path:
-            if isinstance(step, int):
-                self._pickle.integer(step)
-            else:
-                self._name(step)
-        self._pickle.opcodes(TUPLE)
-
-    def _place(self, name: str, placed: _Placed) -> None:
-        pickle = self._pickle
-        self._begin(_INDEX)
-        pickle.value("fqn")
-        self._name(name)
-        pickle.value("index")
-        if placed.tensor is None:
-            pickle.value(None)
-            pickle.value("offset")
-            pickle.value(None)
-        else:
-            pickle.integer(0)
-            self._size("offset", (0,) * len(placed.tensor.shape))
-        pickle.opcodes(_END)
-        self._begin(_PLACE)
-        pickle.value("relative_path")
-        self._name(placed.file)
-        pickle.value("offset")
-        pickle.integer(placed.offset)
-        pickle.value("length")
-        pickle.integer(placed.length)
-        pickle.opcodes(_END)
+def _size(numbers: tuple[int, ...]) -> Call:
+    return Call(function=_SIZE, args=(numbers,))

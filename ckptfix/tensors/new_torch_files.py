@@ -8,22 +8,21 @@ then the descriptor has 64-bit sizes; the end records are always those of ZIP64.
 parts that are written one after the other without going back, and all offsets count from its first
 byte: an archive can lie anywhere in a larger file, as DCP has it.
 
-The pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU,
-each of a storage of its own (``torch/serialization.py``, ``torch/_tensor.py``):
-``_rebuild_tensor_v2`` over a typed storage, and ``_rebuild_tensor_v3`` over an untyped one for the
-dtypes that have no storage class. It is of protocol 2, as ``torch.load(weights_only=True)`` reads
-no opcode of a newer one; DCP's metadata has protocol 4. The order of opcodes, the memo and the
-batches follow CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes.
-Python's own pickle module takes no part: classes are names here, and are never imported.
+The pickle says what torch 2.13 writes for an OrderedDict of tensors on the CPU, each of a storage of
+its own (``torch/serialization.py``, ``torch/_tensor.py``): ``_rebuild_tensor_v2`` over a typed
+storage, and ``_rebuild_tensor_v3`` over an untyped one for the dtypes that have no storage class.
+It is of protocol 2, as ``torch.load(weights_only=True)`` reads no opcode of a newer one; DCP's
+metadata has protocol 4. Python's own pickle module takes no part: classes are names here, and are
+never imported.
 """
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from struct import pack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -183,10 +182,9 @@ MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = (
     b"b",
     b"Q",
 )
+EMPTY_DICT, SETITEMS, EMPTY_LIST, APPENDS = b"}", b"u", b"]", b"e"
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 _SHORT_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
-_BATCH = 1000  # entries that one SETITEMS or APPENDS takes
-T = TypeVar("T")
 
 
 class Global(Struct, frozen=True, eq=False):
@@ -243,20 +241,16 @@ class Persistent(Struct, frozen=True, eq=False):
 
 
 class PickleWriter:
-    """One pickle that grows at its end.
-
-    ``value`` writes any value; the other methods write single opcodes, for values that are written
-    100,000 times.
+    """One pickle that grows at its end. Its memo has the strings and the globals; of anything else
+    two references are two objects.
     """
 
     def __init__(self, protocol: int = 2) -> None:
         """Begin a pickle of protocol 2, or of 4, without its frames, which no reader needs."""
         self._data = bytearray(b"\x80" + pack("<B", protocol))
         self._is_new = protocol >= 4
-        self._words: dict[str, int] = {}  # of names of modules, which protocol 4 pushes as strings
         self._puts = 0
-        self._globals: dict[tuple[str, str], int] = {}
-        self._met: dict[int, tuple[int, Any]] = {}  # the object is kept, lest another gets its id
+        self._known: dict[str | tuple[str, str], int] = {}
 
     def finish(self) -> bytes:
         """Return the pickle; its value is what was pushed last."""
@@ -266,7 +260,74 @@ class PickleWriter:
         """Write opcodes unchanged."""
         self._data += data
 
-    def put(self) -> int:
+    def value(self, value: Any) -> None:
+        """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or
+        Persistent.
+
+        Raises UnsupportedFormat for a string or an int that is too long, TypeError for anything
+        else: that is the caller's mistake.
+        """
+        if value is None or value is True or value is False:
+            self._data += NONE if value is None else TRUE if value else FALSE
+        elif isinstance(value, int):
+            self._integer(value)
+        elif isinstance(value, float):
+            self._data += b"G" + pack(">d", value)
+        elif isinstance(value, str):
+            if not self._recalls(value):
+                self._text(value)
+        elif isinstance(value, tuple):
+            short = _SHORT_TUPLES.get(len(value), b"" if value else EMPTY_TUPLE)
+            self._data += b"" if short else MARK
+            for item in value:
+                self.value(item)
+            self._data += short or TUPLE
+        elif isinstance(value, list):
+            self._data += EMPTY_LIST + MARK
+            for item in value:
+                self.value(item)
+            self._data += APPENDS
+        elif isinstance(value, Mapping):
+            self.dict(value.items())
+        elif isinstance(value, Global):
+            self._global(value)
+        elif isinstance(value, Persistent):
+            self.value(value.id)
+            self._data += BINPERSID
+        elif isinstance(value, Call):
+            self._global(value.function)
+            self.value(value.args)
+            self._data += NEWOBJ if value.new else REDUCE
+            if value.new:
+                self.memoize()
+            if value.items:
+                self.entries(value.items.items())
+            if value.state is not None:
+                self.value(value.state)
+                self._data += BUILD
+        else:
+            raise TypeError(f"ckptfix cannot write a {type(value).__name__} to a pickle")
+
+    def dict(self, entries: Iterable[tuple[Any, Any]]) -> None:
+        """Push a dict with these entries."""
+        self._data += EMPTY_DICT
+        self.memoize()
+        self.entries(entries)
+
+    def entries(self, entries: Iterable[tuple[Any, Any]]) -> None:
+        """Set entries of the dict that was pushed last."""
+        self._data += MARK
+        for key, value in entries:
+            self.value(key)
+            self.value(value)
+        self._data += SETITEMS
+
+    def memoize(self) -> None:
+        """Memoize an instance or a dict in protocol 4, as pickle does and fast readers expect."""
+        if self._is_new:
+            self._put()
+
+    def _put(self) -> int:
         """Keep the value on top of the stack in the memo, and return its number there."""
         number = self._puts
         if self._is_new:
@@ -276,16 +337,16 @@ class PickleWriter:
         self._puts = number + 1
         return number
 
-    def get(self, number: int) -> None:
-        """Push the value of the memo with this number."""
+    def _recalls(self, key: str | tuple[str, str]) -> bool:
+        """Push what the memo has for a string or a global; False where it has nothing."""
+        number = self._known.get(key)
+        if number is None:
+            return False
         self._data += b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number)
+        return True
 
-    def text(self, value: str) -> int:
-        """Push a string and keep it; half of a surrogate pair is written as pickle writes it.
-        Returns its number.
-
-        Raises UnsupportedFormat for a string that is too long to be read back.
-        """
+    def _text(self, value: str) -> None:
+        """Push a new string; half of a surrogate pair is written as pickle writes it."""
         data = value.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT:
             raise UnsupportedFormat(
@@ -295,9 +356,9 @@ class PickleWriter:
         is_short = self._is_new and len(data) < 256
         self._data += b"\x8c" + pack("<B", len(data)) if is_short else b"X" + pack("<I", len(data))
         self._data += data
-        return self.put()
+        self._known[value] = self._put()
 
-    def integer(self, value: int) -> None:
+    def _integer(self, value: int) -> None:
         """Push an integer in the shortest form."""
         if 0 <= value <= 0xFF:
             self._data += b"K" + pack("<B", value)
@@ -315,127 +376,17 @@ class PickleWriter:
                 b"\x8a" + pack("<B", length) + value.to_bytes(length, "little", signed=True)
             )
 
-    def sizes(self, values: tuple[int, ...]) -> None:
-        """Push a tuple of integers: a shape or a stride."""
-        if not values:
-            self._data += EMPTY_TUPLE
-            return
-        short = _SHORT_TUPLES.get(len(values))
-        if short is None:
-            self._data += MARK
-        for value in values:
-            self.integer(value)
-        self._data += short or TUPLE
-        self.put()
-
-    def named(self, module: str, name: str) -> None:
-        """Push a function or a class by its name; from the second time on out of the memo."""
-        number = self._globals.get((module, name))
-        if number is not None:
-            self.get(number)
+    def _global(self, value: Global) -> None:
+        key = (value.module, value.name)
+        if self._recalls(key):
             return
         if self._is_new:
-            self._word(module)
-            self._word(name)
+            self.value(value.module)
+            self.value(value.name)
             self._data += b"\x93"
         else:
-            self._data += b"c" + module.encode("ascii") + b"\n" + name.encode("ascii") + b"\n"
-        self._globals[module, name] = self.put()
-
-    def _word(self, word: str) -> None:
-        if word in self._words:
-            self.get(self._words[word])
-        else:
-            self._words[word] = self.text(word)
-
-    def value(self, value: Any) -> None:
-        """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or
-        Persistent.
-
-        An object that was pushed before, the same one and not an equal one, is taken out of the
-        memo, as pickle does. Raises TypeError for anything else: that is the caller's mistake.
-        """
-        if value is None or value is True or value is False:
-            self._data += NONE if value is None else TRUE if value else FALSE
-        elif isinstance(value, int):
-            self.integer(value)
-        elif isinstance(value, float):
-            self._data += b"G" + pack(">d", value)
-        elif isinstance(value, Global):
-            self.named(value.module, value.name)
-        elif isinstance(value, Persistent):
-            self.value(value.id)
-            self._data += BINPERSID
-        elif value == ():
-            self._data += EMPTY_TUPLE
-        elif id(value) in self._met:
-            self.get(self._met[id(value)][0])
-        else:
-            self._object(value)
-
-    def _object(self, value: Any) -> None:
-        """Push an object that is kept in the memo."""
-        if isinstance(value, str):
-            self._keep(value, self.text(value))
-        elif isinstance(value, tuple):
-            short = _SHORT_TUPLES.get(len(value))
-            self._data += b"" if short else MARK
-            for item in value:
-                self.value(item)
-            self._data += short or TUPLE
-            self._keep(value, self.put())
-        elif isinstance(value, list):
-            self._data += b"]"
-            self._keep(value, self.put())
-            self.batches(value, self.value, exact=True, opcodes=(b"a", b"e"))
-        elif isinstance(value, Mapping):
-            self._data += b"}"
-            self._keep(value, self.put())
-            self._entries(value, exact=True)
-        elif isinstance(value, Call):
-            self.named(value.function.module, value.function.name)
-            self.value(value.args)
-            self._data += NEWOBJ if value.new else REDUCE
-            self._keep(value, self.put())
-            self._entries(value.items or {}, exact=False)
-            if value.state is not None:
-                self.value(value.state)
-                self._data += BUILD
-        else:
-            raise TypeError(f"ckptfix cannot write a {type(value).__name__} to a pickle")
-
-    def _entries(self, items: Mapping[Any, Any], *, exact: bool) -> None:
-        def pair(entry: tuple[Any, Any]) -> None:
-            self.value(entry[0])
-            self.value(entry[1])
-
-        self.batches(list(items.items()), pair, exact=exact)
-
-    def batches(
-        self,
-        groups: Sequence[T],
-        write: Callable[[T], None],
-        *,
-        exact: bool = False,
-        opcodes: tuple[bytes, bytes] = (b"s", b"u"),
-    ) -> None:
-        """Have ``write`` push each key with its value, and set them in the dict below: 1,000 at a
-        time, as pickle does.
-
-        ``exact``: for a plain dict or list; then a last batch of one gets a mark, too. ``opcodes``:
-        the one for a single entry, and the one for all since the mark.
-        """
-        one, many = opcodes
-        for begin in range(0, len(groups), _BATCH):
-            batch = groups[begin : begin + _BATCH]
-            alone = len(groups if exact else batch) == 1
-            self._data += b"" if alone else MARK
-            for group in batch:
-                write(group)
-            self._data += one if alone else many
-
-    def _keep(self, value: Any, number: int) -> None:
-        self._met[id(value)] = (number, value)
+            self._data += b"c" + "\n".join((*key, "")).encode("ascii")
+        self._known[key] = self._put()
 
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
@@ -446,12 +397,6 @@ DTYPE_NAMES = {noun: name for name, noun in TORCH_DTYPES.items()}
 missing.
 """
 
-_STORAGE, _CPU, _VERSION, _METADATA = (
-    "storage",
-    "cpu",
-    "version",
-    "_metadata",
-)  # one object each: the pickle refers back to it
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _NO_VERSIONS: Mapping[str, int] = {}
 
@@ -582,26 +527,20 @@ def state_dict_pickle(
     """Return the data.pkl of a state dict; the tensors' storages have the keys 0, 1, 2 and so
     on.
     """
-    writer = PickleWriter()
+    writer = _WithTensors()
     writer.value(Call(function=_ORDERED_DICT))
-    keys: dict[str, int] = {}
-
-    def entry(pair: tuple[str, NewTensor]) -> None:
-        writer.text(pair[0])
-        _push_tensor(writer, pair[1], keys)
-
-    writer.batches([*((tensor.fqn, tensor) for tensor in tensors), *tied.items()], entry)
+    writer.entries([*((tensor.fqn, tensor) for tensor in tensors), *tied.items()])
     if versions:
-        items = {module: {_VERSION: version} for module, version in versions.items()}
-        writer.value({_METADATA: Call(function=_ORDERED_DICT, items=items)})
+        items = {module: {"version": version} for module, version in versions.items()}
+        writer.value({"_metadata": Call(function=_ORDERED_DICT, items=items)})
         writer.opcodes(BUILD)
     return writer.finish()
 
 
 def tensor_pickle(tensor: NewTensor) -> bytes:
     """Return the data.pkl of a tensor that is saved alone, as each is in a DCP folder."""
-    writer = PickleWriter()
-    _push_tensor(writer, tensor, {})
+    writer = _WithTensors()
+    writer.value(tensor)
     return writer.finish()
 
 
@@ -613,13 +552,14 @@ class _WithTensors(PickleWriter):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, NewTensor] = {}
-        self._keys: dict[str, int] = {}
+        self._keys: dict[str, str] = {}
 
     def value(self, value: Any) -> None:
-        """Push a value as ``PickleWriter`` does, or a tensor; those of one fqn are one tensor."""
+        """Push a value as ``PickleWriter`` does, or a tensor; those of one fqn share a storage."""
         if isinstance(value, NewTensor):
             self.tensors.setdefault(value.fqn, value)
-            _push_tensor(self, value, self._keys)
+            key = self._keys.setdefault(value.fqn, str(len(self._keys)))
+            super().value(_tensor_call(value, key))
         else:
             super().value(value)
 
@@ -639,42 +579,21 @@ def torch_file(path: PurePosixPath, value: Any) -> OutputFile:
     return _archived(path, writer.finish(), tensors)
 
 
-def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) -> None:
-    """Push a tensor over a storage of its own, or the same one again. ``keys``: where the memo has
-    the storage keys.
-    """
-    storage_class = STORAGE_CLASSES.get(tensor.dtype)
-    writer.named("torch._utils", "_rebuild_tensor_v2" if storage_class else "_rebuild_tensor_v3")
-    writer.opcodes(MARK + MARK)
-    writer.value(_STORAGE)
-    if storage_class:
-        writer.named("torch", storage_class)
-    else:
-        writer.named("torch.storage", "UntypedStorage")
-    if tensor.fqn in keys:
-        writer.get(keys[tensor.fqn])
-    else:
-        keys[tensor.fqn] = writer.text(str(len(keys)))
-    writer.value(_CPU)
-    writer.integer(
-        tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype] if storage_class else tensor.nbytes
+def _tensor_call(tensor: NewTensor, key: str) -> Call:
+    """Return the call that makes a tensor over the storage of this key."""
+    cls = STORAGE_CLASSES.get(tensor.dtype)
+    numel = tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype] if cls else tensor.nbytes
+    storage = Global("torch", cls) if cls else Global("torch.storage", "UntypedStorage")
+    no_hooks = Call(function=_ORDERED_DICT)
+    # The storage from its first element on, and no gradients.
+    args = (
+        Persistent(("storage", storage, key, "cpu", numel)),
+        *(0, tensor.shape, _contiguous(tensor.shape), False, no_hooks),
     )
-    writer.opcodes(TUPLE)
-    writer.put()
-    writer.opcodes(BINPERSID)
-    writer.integer(0)  # where in the storage it begins
-    writer.sizes(tensor.shape)
-    writer.sizes(_contiguous(tensor.shape))
-    writer.opcodes(FALSE)  # requires_grad
-    writer.value(_ORDERED_DICT)
-    writer.opcodes(EMPTY_TUPLE + REDUCE)  # no hooks
-    writer.put()
-    if not storage_class:
-        writer.named("torch", DTYPE_NAMES[tensor.dtype])
-    writer.opcodes(TUPLE)
-    writer.put()
-    writer.opcodes(REDUCE)
-    writer.put()
+    if cls:
+        return Call(function=Global("torch._utils", "_rebuild_tensor_v2"), args=args)
+    dtype = Global("torch", DTYPE_NAMES.get(tensor.dtype, ""))
+    return Call(function=Global("torch._utils", "_rebuild_tensor_v3"), args=(*args, dtype))
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ take the old run's for the new one's.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any
@@ -43,19 +44,17 @@ from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Weights
 from ckptfix.tensors.universal import GLOBAL_STATE, WEIGHT
 from ckptfix.tensors.zero_shares import (
     ORDERED_DICT,
+    STAGES,
     SUB_GROUP_SIZE,
     WIDTH,
     FlatShare,
     Shape,
+    Span,
     fragments_of,
     ordered,
-    partition_size,
-    share_of,
     sizes_of,
-    spans_of,
     stage_of,
     stretch_of,
-    sub_groups,
 )
 from ckptfix.tensors.zero_states import BUFFERS, DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
@@ -461,11 +460,9 @@ class _Plan:
                 continue
             stored = self._named[name]
             dtype = self._dtype if stored.dtype in _FLOATS else stored.dtype
-            share = share_of(
-                stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks
-            )
-            layout = joined(share.parts)
-            cut_out = StoredTensor(name, stored.dtype, (share.numel,), layout)
+            (span,) = STAGES[Strategy.ZERO3].spans({name: shape}, rank, self._ranks)
+            parts = _parts(span, stored.layout, DTYPE_BITS[stored.dtype] // 8)
+            cut_out = StoredTensor(name, stored.dtype, (span.size,), joined(parts))
             items[name] = self._tensor(f"rank{rank}/frozen/{name}", cut_out, dtype)
         return ordered(items)
 
@@ -485,10 +482,9 @@ class _Plan:
         return max((int(step) for step in steps if isinstance(step, int | float)), default=0)
 
     def _config(self) -> dict[str, Any]:
-        zero = {Strategy.ZERO1: 1, Strategy.ZERO2: 2, Strategy.ZERO3: 3}
         config: dict[str, Any] = {}
-        if self._strategy in zero:
-            config["zero_optimization"] = {"stage": zero[self._strategy]}
+        if self._strategy in STAGES:
+            config["zero_optimization"] = {"stage": STAGES[self._strategy].number}
         if self._dtype in _CONFIGS:
             config[_CONFIGS[self._dtype]] = {"enabled": True}
         return config
@@ -503,7 +499,8 @@ class _Plan:
         for number, group in enumerate(self._groups):
             members = []
             for shapes in self._flats(group):
-                key, size = f"rank{rank}/{len(masters)}", self._size(shapes)
+                key = f"rank{rank}/{len(masters)}"
+                size = STAGES[self._strategy].size(shapes, self._ranks)
                 master = self._flat(WEIGHT, shapes, rank)
                 held = {
                     name: self._value(value, f"{key}/{name}")
@@ -544,39 +541,15 @@ class _Plan:
         return torch_file(self._path(DeepSpeedPart.OPTIMIZER, rank), content)
 
     def _flats(self, group: _Group) -> list[Mapping[str, Shape]]:
-        """Return the parameters of each flat tensor of a group: one, or for ZeRO-3 its
-        sub-groups.
-        """
-        if self._strategy is not Strategy.ZERO3:
-            return [group.shapes]
-        return sub_groups(group.shapes, self._ranks)
-
-    def _size(self, shapes: Mapping[str, Shape]) -> int:
-        """Return the elements that a flat tensor has on every rank, padding included."""
-        if self._strategy is Strategy.ZERO3:
-            return sum(-(-prod(shape) // self._ranks) for shape in shapes.values())
-        return partition_size(sum(map(prod, shapes.values())), self._ranks)
+        """Return the parameters of each flat tensor of a group; of a universal checkpoint of all."""
+        stage = STAGES.get(self._strategy)
+        return [group.shapes] if stage is None else stage.flats(group.shapes, self._ranks)
 
     def _flat(self, state: str, shapes: Mapping[str, Shape], rank: int) -> FlatShare:
         """Return the part that a rank has of the masters or moments of parameters."""
-        if self._strategy is Strategy.ZERO3:
-            shares = [
-                share_of(self._in_fp32(name, state), prod(shape), WIDTH, rank, self._ranks)
-                for name, shape in shapes.items()
-            ]
-            return FlatShare(
-                sum(one.numel for one in shares),
-                tuple(part for one in shares for part in one.parts),
-            )
-        begin = rank * self._size(shapes)
-        end = min(begin + self._size(shapes), sum(map(prod, shapes.values())))
-        parts: list[Stretch | Zeros] = []
-        for name, start, stop in spans_of(shapes):
-            first, last = max(begin, start), min(end, stop)
-            if first < last:
-                layout = self._in_fp32(name, state)
-                parts.append(stretch_of(layout, (first - start) * WIDTH, (last - start) * WIDTH))
-        return FlatShare(max(end - begin, 0), tuple(parts))
+        spans = [*STAGES[self._strategy].spans(shapes, rank, self._ranks)]
+        parts = (_parts(span, self._in_fp32(span.name, state), WIDTH) for span in spans)
+        return FlatShare(sum(span.size for span in spans), tuple(chain.from_iterable(parts)))
 
     def _in_fp32(self, name: str, state: str) -> Layout | None:
         """Return a parameter's master or moment, None where it has no such moment, which is zeros
@@ -723,6 +696,12 @@ class _Plan:
     def _placed(self, value: Any, key: str) -> Any:
         """Return a value with ``NewTensor`` for the tensors in it."""
         return with_new_tensors(value, key, self.sources)
+
+
+def _parts(span: Span, layout: Layout | None, width: int) -> tuple[Stretch | Zeros, Zeros]:
+    """Return a rank's part of a parameter and its padding. ``layout``: None for zeros."""
+    padding = span.size - (span.last - span.first)
+    return stretch_of(layout, span.first * width, span.last * width), Zeros(padding * width)
 
 
 def _is_folder(name: str) -> bool:

@@ -52,6 +52,7 @@ from ckptfix.tensors.single_files import (
     tensor_of,
 )
 from ckptfix.tensors.stored import Contiguous, StoredTensor
+from ckptfix.tensors.zero_shares import partition_spans
 from ckptfix.wording import Brief, list_names
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -564,23 +565,19 @@ def _expected_fragments(
 ) -> Mapping[Fragments, Sequence[int]]:
     """Return the fragments that a rank must have -> the ranks that must have these."""
     groups = model.groups or ()
-    parts: list[list[list[tuple[str, int | None]]]] = [[[] for _ in groups] for _ in optimizers]
     if any(len(states.flats) != len(groups) for states in optimizers):
         return {}
+    ordered: list[tuple[Shapes, int]] = []
     for number, shapes in enumerate(groups):
-        size = max((states.flats[number].numel for states in optimizers), default=0)
-        offset = 0
         # DeepSpeed lists them in the order of the param group, also where it dealt them.
-        for name in undealt(list(shapes), len(optimizers)) if model.is_dealt else shapes:
-            end = offset + prod(shapes[name])
-            last = min(len(parts), -(-end // size)) if offset < end and size else 0
-            for rank in range(offset // max(size, 1), last):
-                held = min(end, (rank + 1) * size) - max(offset, rank * size)
-                parts[rank][number].append((name, held))
-            offset = end
+        names = undealt(list(shapes), len(optimizers)) if model.is_dealt else shapes
+        size = max((states.flats[number].numel for states in optimizers), default=0)
+        ordered.append(({name: shapes[name] for name in names}, size))
     expected: dict[Fragments, list[int]] = {}
-    for rank, fragments in enumerate(parts):
-        expected.setdefault(tuple(map(tuple, fragments)), []).append(rank)
+    for rank in range(len(optimizers)):
+        spans = (partition_spans(shapes, rank, size) for shapes, size in ordered)
+        fragments = tuple(tuple((span.name, span.size) for span in of_one) for of_one in spans)
+        expected.setdefault(fragments, []).append(rank)
     return expected
 
 

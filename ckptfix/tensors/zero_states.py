@@ -36,6 +36,7 @@ from ckptfix.tensors.zero_partitions import (
     read_states_file,
     undealt,
 )
+from ckptfix.tensors.zero_shares import STAGES
 from ckptfix.tensors.zero_tensors import cut_group, cut_shares, from_groups, state_fqn
 
 MODEL_STATES = "model_states"
@@ -55,7 +56,7 @@ OF_ENGINE = frozenset(
 ``client_state``.
 """
 
-_STAGES = {1: Strategy.ZERO1, 2: Strategy.ZERO2, 3: Strategy.ZERO3}
+_STRATEGIES = {stage.number: strategy for strategy, stage in STAGES.items()}
 _OPTIMIZER = "optimizer"
 _GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 Values = Mapping[str, Any]
@@ -101,7 +102,7 @@ def zero_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> Optimizer
     shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
     return OptimizerState(
         label=_label(root, where),
-        strategy=_STAGES.get(
+        strategy=_STRATEGIES.get(
             ranks[0].partitions.stage or 0, Strategy.ZERO3 if files.by_rank else Strategy.ZERO2
         ),
         index=index,

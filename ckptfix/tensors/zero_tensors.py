@@ -9,8 +9,10 @@ from ckptfix.checkpoint.deepspeed_files import AGAIN
 from ckptfix.errors import OperationError
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import Piece
+from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.tensors.zero_partitions import Flat, ModelStates, OptimizerStates, Shapes
+from ckptfix.tensors.zero_shares import STAGES, partition_size, share_size
 
 
 class _Run:
@@ -87,8 +89,9 @@ def cut_group(
     """
     run = _Run(flats)
     wanted = sum(prod(shape) for shape in shapes.values())
-    step = 2 * len(flats)  # both are padded to a multiple of this, or not at all
-    if wanted > run.numel or -(-wanted // step) != -(-run.numel // step):
+    # Both are padded, or not at all.
+    ranks = len(flats)
+    if wanted > run.numel or partition_size(wanted, ranks) != partition_size(run.numel, ranks):
         raise OperationError(
             f"{partitions} have {run.numel} elements, but its {len(shapes)} parameters take "
             f"{wanted}; {AGAIN}"
@@ -124,9 +127,7 @@ def from_shares(
     )
     # The sum is right also where the partitions of two sub-groups are exchanged: each then goes to
     # other parameters.
-    wanted = [
-        sum(-(-prod(shape) // len(optimizers)) for shape in group.values()) for group in groups
-    ]
+    wanted = [STAGES[Strategy.ZERO3].size(group, len(optimizers)) for group in groups]
     for one in optimizers:
         sizes = [flat.numel for flat in one.flats]
         if len(sizes) == len(wanted) and sizes != wanted:
@@ -148,7 +149,7 @@ def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, shape in models[0].frozen.items():
         fragments = [one.fragments.get(name) for one in models]
-        share = -(-prod(shape) // ranks)
+        share = share_size(shape, ranks)
         for states, fragment in zip(models, fragments, strict=True):
             have = fragment.numel if fragment is not None else 0
             if have != share:
@@ -173,7 +174,7 @@ def cut_shares(
     """
     runs = [_Run(flats) for _, flats in ranks]
     _dtype([flat for _, flats in ranks for flat in flats])
-    wanted = sum(-(-prod(shape) // len(ranks)) for shape in shapes.values())
+    wanted = STAGES[Strategy.ZERO3].size(shapes, len(ranks))
     for run, (path, _) in zip(runs, ranks, strict=True):
         if run.numel != wanted:
             raise OperationError(
@@ -184,17 +185,15 @@ def cut_shares(
     offset = 0
     for name, shape in shapes.items():
         found[name] = _gathered(state_fqn(name, state), shape, runs, offset)
-        offset += -(-prod(shape) // len(ranks))
+        offset += share_size(shape, len(ranks))
     return found
 
 
 def _gathered(name: str, shape: tuple[int, ...], runs: Sequence[_Run], offset: int) -> StoredTensor:
     """Return a parameter whose share begins at ``offset`` of every rank's run."""
-    numel = prod(shape)
-    share = -(-numel // len(runs))
     pieces: list[Piece] = []
     for rank, run in enumerate(runs):
         # The last shares can be shorter, or of nothing but padding.
-        take = min(share, numel - rank * share)
-        pieces += run.pieces(offset, offset + max(take, 0))
+        (span,) = STAGES[Strategy.ZERO3].spans({name: shape}, rank, len(runs))
+        pieces += run.pieces(offset, offset + span.last - span.first)
     return StoredTensor(name, runs[0].dtype, shape, Contiguous(tuple(pieces)))

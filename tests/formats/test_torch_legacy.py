@@ -7,7 +7,6 @@ import tarfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_file
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.files import FileReader
-from ckptfix.storage.reading import open_reader
 from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
 
 LEGACY = {"_use_new_zipfile_serialization": False}
@@ -192,47 +190,6 @@ def test_a_version_that_cannot_be_printed(tmp_path: Path, version: bytes) -> Non
     with pytest.raises(FormatError, match=r"version <(tuple|int|Node)> \(expected 1001"):
         parsed(tmp_path, MAGIC + b"\x80\x02" + version + b".")
     assert time.process_time() - begin < 20
-
-
-@pytest.mark.parametrize("base_256", [False, True])
-def test_a_tar_without_magic_whose_first_name_is_a_pickle(tmp_path: Path, base_256: bool) -> None:
-    header = bytearray(512)
-    header[:4] = b"\x80\x02N."
-    header[100:148] = b"0000644\0" + b"0000000\0" * 2 + b"00000000000\0" * 2
-    header[148:157] = b" " * 8 + b"0"
-    header[148:156] = (
-        (b"\x80" + sum(header).to_bytes(7, "big")) if base_256 else b"%06o\0 " % sum(header)
-    )
-    with tarfile.TarFile(fileobj=io.BytesIO(bytes(header) + bytes(1024))) as archive:
-        assert archive.getnames() == ["\udc80\x02N."]
-    with pytest.raises(UnsupportedFormat, match="tar"):
-        parsed(tmp_path, bytes(header) + bytes(1024))
-    header[156] ^= 1
-    assert parsed(tmp_path, bytes(header) + bytes(1024)).kind == "a plain pickle"
-
-
-def test_tar_headers_are_told_as_tarfile_tells_them(tmp_path: Path) -> None:
-    """Damaged in any way, what tarfile still opens is called tar."""
-    path = tmp_path / "old.tar"
-    random = Random(0)
-    for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT):
-        info = tarfile.TarInfo("storages")
-        good = bytearray(info.tobuf(kind))
-        good[257:265] = bytes(8)  # without magic
-        good[148:156] = b" " * 8
-        good[148:156] = b"%06o\0 " % sum(good)
-        for _ in range(300):
-            head = bytearray(good)
-            place = random.randrange(100, 160)
-            head[place] = random.choice(b"01 7\x00_9\xff\x80")
-            path.write_bytes(bytes(head) + bytes(1024))
-            try:
-                tarfile.TarInfo.frombuf(bytes(head), "utf-8", "surrogateescape")
-                is_tar = True
-            except tarfile.TarError:
-                is_tar = False
-            with open_reader(path) as reader:
-                assert torch_file.is_tar(reader) == is_tar
 
 
 def test_what_weights_only_refuses_in_the_pickles_around_the_object(tmp_path: Path) -> None:
