@@ -263,7 +263,7 @@ def _plan(
     def owners() -> Owners:
         return held_models(things, models)
 
-    optimizers = after_models(draft, optimizers, placed, owners)
+    optimizers = after_models(draft, root, optimizers, placed, owners)
     driving = plan_states(draft, root, optimizers, placed, owners)
     plan_states(draft, root, schedulers, driving, lambda: _driven(schedulers, driving))
     plan_states(draft, root, custom)

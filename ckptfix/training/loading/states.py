@@ -101,7 +101,11 @@ def is_hopeless(draft: Draft, offer: SavedStates) -> bool:
 
 
 def after_models(
-    draft: Draft, offer: SavedStates, models: Placement, owners: Callable[[], Owners]
+    draft: Draft,
+    root: Path,
+    offer: SavedStates,
+    models: Placement,
+    owners: Callable[[], Owners],
 ) -> SavedStates:
     """Return what optimizers may get once it is known which weights are loaded.
 
@@ -131,7 +135,9 @@ def after_models(
         if not in_part.intersection(owned) or number in withheld:
             continue
         found = {
-            position: carry(offer.states[position], entry, offer.targets[number], models, owned)
+            position: carry(
+                root, offer.states[position], entry, offer.targets[number], models, owned
+            )
             for position, entry in enumerate(offer.entries)
             if not offer.problems[position]
         }
