@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -260,23 +259,6 @@ class StagedSave(Struct, frozen=True):
     def place(self) -> Store:
         """The place that a save is uploaded to."""
         return place_at(self.url or self.target)
-
-    def as_plain(self) -> list[Any]:
-        """Return values of JSON that ``from_plain`` reads."""
-        return [
-            str(self.target),
-            str(self.folder),
-            self.how.value,
-            self.processes,
-            self.trainer,
-            self.url,
-        ]
-
-    @classmethod
-    def from_plain(cls, values: list[Any]) -> "StagedSave":
-        """Return the save that ``as_plain`` described."""
-        target, folder, how, *rest = values
-        return cls(Path(target), Path(folder), How(how), *rest)
 
     def replaced(self) -> set[str]:
         """Return the files, relative, of the target that this save replaces or removes."""
