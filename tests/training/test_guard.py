@@ -13,9 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from ckptfix.errors import UsageError
-from tests.training.guard_making import accelerator, counts, fresh_state, model
-
-__all__ = ["fresh_state"]
+from tests.training.guard_making import accelerator, counts, model
 
 WRAPPED_AGAIN: dict[str, Callable[[nn.Module], Any]] = {
     "itself": lambda module: module,

@@ -4,7 +4,6 @@ report lists it.
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ from tests.training.loading_runs import Run, make_run, reset, seeded
 PARTIAL = LoadPolicy(models=Requirement.PARTIAL)
 
 pytestmark = pytest.mark.usefixtures("guarded")  # whose saves record the names of parameters
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Names(nn.Module):  # type: ignore[misc]

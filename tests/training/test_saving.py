@@ -9,14 +9,13 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 
@@ -37,13 +36,6 @@ from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
 
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 class Views(torch.nn.Module):  # type: ignore[misc]

@@ -1,6 +1,5 @@
 """A guarded save that records digests can be verified, sealed, repaired, and saved over."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import DistributedType
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from msgspec.structs import replace
 
 from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
@@ -26,13 +24,6 @@ from tests.training.ranks import run_ranks
 from tests.verification.sealed import flip, place, wrong
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]

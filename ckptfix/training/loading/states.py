@@ -211,7 +211,7 @@ def plan_states(
         status = Status.ADAPTED if moved or carried else Status.RESTORED
         reasons = (
             carried.reason if carried else "",
-            followed.why(before, number, position) if moved else "",
+            followed.why(before, number) if moved else "",
             offer.remark,
         )
         state = carried.state if carried else offer.states[position]
