@@ -428,7 +428,8 @@ class BackwardCheck:
         if accelerator is None or self.warned:
             return
         reason = _reason(accelerator)
-        if reason is None or not _has_gradients(optimizer):
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        if reason is None or all(one.grad is None for one in parameters):
             return
         self.warned = True
         switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
@@ -466,11 +467,3 @@ def _reason(accelerator: Accelerator) -> str | None:
     if steps > 1:
         return f"summed over {steps} accumulated batches, they are {steps} times too large."
     return None
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )

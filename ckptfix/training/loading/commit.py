@@ -354,12 +354,15 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
             f"rank {failed[0][0]} failed{more}, so rank {ranks.rank} stops too: {failed[0][1]}",
             modified=any(flag for _, _, flag, _ in everyone),
         )
+    first, _, _, mine = everyone[0]
     for other, _, _, theirs in everyone:
-        if theirs != everyone[0][3]:
+        if theirs != mine:
+            pairs = zip(mine, theirs, strict=False)
+            counts = f"{len(mine)} components versus {len(theirs)}"
+            difference = next((f"{a} versus {b}" for a, b in pairs if a != b), counts)
             raise LoadError(
-                f"rank {other} would load different data than rank {everyone[0][0]}: "
-                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same "
-                "folder?"
+                f"rank {other} would load different data than rank {first}: {difference}; do all "
+                "ranks see the same folder?"
             )
 
 
@@ -451,10 +454,3 @@ def _load_model(action: LoadModel) -> None:
         arrived = action.slots[name].read()
         if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
             raise RuntimeError(f"{name!r} differs from the written value when read back")
-
-
-def _first_difference(one: Outline, other: Outline) -> str:
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            return f"{left} versus {right}"
-    return f"{len(one)} components versus {len(other)}"

@@ -2,8 +2,6 @@
 number generators.
 """
 
-import importlib
-import importlib.util
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -504,15 +502,8 @@ def set_random(states: Any) -> str:
             saved = saved[: module.device_count()]
         module.set_rng_state_all(saved)
     if "xm_seed" in states:
-        left += _set_xla(states["xm_seed"])
+        left.append("the seed of torch_xla, which accelerator.load_state restores")
     return ", ".join(left)
-
-
-def _set_xla(seed: Any) -> list[str]:
-    if importlib.util.find_spec("torch_xla") is None:
-        return ["torch_xla is not installed"]
-    importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
-    return []
 
 
 def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank: int) -> None:
