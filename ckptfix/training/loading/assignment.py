@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, doubles
 from ckptfix.training.loading.load_report import Part
@@ -257,10 +258,7 @@ def _without(relation: Relation, aside: dict[int, int]) -> Relation:
 
 
 def _trimmed(found: Assignment, aside: dict[int, int]) -> Assignment:
-    left = tuple(number for number in found.left if number not in aside)
-    return Assignment(
-        pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal
-    )
+    return replace(found, left=tuple(number for number in found.left if number not in aside))
 
 
 Owners = Sequence[tuple[int, ...]]
@@ -317,27 +315,14 @@ def went_elsewhere(
     return not (among_kept or among_all)
 
 
-class Links(Struct, frozen=True, kw_only=True):
-    """``reasons``: why an entry does not fit a target, with what its place says. ``held``: the
-    objects of the part before that each target holds, () where nobody asked.
-    """
-
-    reasons: list[list[str]]
-    held: Owners = ()
-
-    def why(self, before: Placement, number: int) -> str:
-        """Return in words why a target gets the entry of another position."""
-        names = ", ".join(before.name(owned) for owned in (self.held[number] if self.held else ()))
-        return "moved from another position" + (f", with {names}" if names else "")
-
-
 def follow(
     reasons: list[list[str]],
     entries: Sequence[Entry],
     before: Placement,
     owners: Callable[[], Owners],
-) -> Links:
-    """Let entries fit only where the objects that they belong to went.
+) -> tuple[list[list[str]], Owners]:
+    """Let entries fit only where the objects that they belong to went: return why they do not fit,
+    and what each target holds, () where nobody asked.
 
     The manifest says what belongs together. Without it, and where the part before moved, entries
     that fit several targets fit none: the position no longer says which. ``owners`` is asked for
@@ -345,7 +330,7 @@ def follow(
     """
     recorded = [_recorded(entry, before) for entry in entries]
     if not before.is_moved and not any(recorded):
-        return Links(reasons=reasons)
+        return reasons, ()
     held = owners()
     result = [
         [
@@ -367,7 +352,7 @@ def follow(
             "as the run that saved the checkpoint"
             for reason in result[number]
         ]
-    return Links(reasons=result, held=held)
+    return result, held
 
 
 def _recorded(entry: Entry, before: Placement) -> frozenset[int]:

@@ -186,8 +186,8 @@ def plan_states(
         for entry in entries:
             draft.leave(part, entry.files, "no object of this run is registered for it")
         return Placement(part=part, is_moved=before.is_moved)
-    followed = follow(offer.reasons, entries, before, owners)
-    settled = settle(root, entries, targets, followed.reasons)
+    misfit, held = follow(offer.reasons, entries, before, owners)
+    settled = settle(root, entries, targets, misfit)
     assignment = settled.assignment
     pairs: dict[int, int] = {}
     for number, target in enumerate(targets):
@@ -197,7 +197,7 @@ def plan_states(
             draft.cannot(part, offer.withheld[number], target=target, files=files)
             continue
         if position is None:
-            row = [reasons[number] for reasons in followed.reasons]
+            row = [reasons[number] for reasons in misfit]
             _nothing_for(draft, offer, target, row, assignment.refusal, number)
             continue
         if hidden := hidden_by(entries, position, number, offer.problems):
@@ -207,9 +207,10 @@ def plan_states(
         pairs[number] = position
         carried = offer.carried.get((position, number))
         status = Status.ADAPTED if moved or carried else Status.RESTORED
+        names = ", ".join(before.name(owned) for owned in (held[number] if held else ()))
         reasons = (
             carried.reason if carried else "",
-            followed.why(before, number) if moved else "",
+            "moved from another position" + (f", with {names}" if names else "") if moved else "",
             offer.remark,
         )
         state = carried.state if carried else offer.states[position]
@@ -228,7 +229,7 @@ def plan_states(
         reason = f"duplicate of {entries[original].label}"
         draft.leave(part, entries[double].files, reason, is_duplicate=True)
     for number in assignment.left:
-        draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
+        draft.leave(part, entries[number].files, next(iter(misfit[number]), ""))
     return Placement(
         part=part,
         entries=entries,
