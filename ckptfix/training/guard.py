@@ -6,7 +6,6 @@ method, already bound, and the call's arguments, so that a subclass and a patch 
 share it.
 """
 
-import inspect
 import itertools
 import threading
 import weakref
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -26,13 +24,11 @@ from ckptfix.devices.callers import calling_line, warn_caller
 from ckptfix.devices.patching import Method
 from ckptfix.errors import UsageError
 from ckptfix.training.prepared import (
-    MARK,
     PreparedObject,
     PreparedObjects,
     as_new,
     innermost,
     level_ids,
-    levels,
     made_here,
     wrapper_of,
 )
@@ -145,13 +141,7 @@ def prepare(
         new = [i for i in range(len(args)) if entries[i] is None and twins[i] == i]
         again = [i for i in range(len(args)) if i not in new]
         if again:
-            _complain(
-                accelerator,
-                guard,
-                "prepare",
-                [args[i] for i in again],
-                [entries[i] for i in again],
-            )
+            _complain(guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
         given = [as_new(accelerator, args[i]) if _counts(args[i]) else args[i] for i in new]
         placement = None if device_placement is None else [device_placement[i] for i in new]
         if new and again and _wants_its_model(accelerator) and not any(map(_is_model, given)):
@@ -206,7 +196,7 @@ def _prepare_one(
             return method(thing, *args, **kwargs)
         entry = _held(accelerator, guard, thing, evaluation=evaluation)
         if entry is not None:
-            _complain(accelerator, guard, method.__name__, [thing], [entry])
+            _complain(guard, method.__name__, [thing], [entry])
             return entry.prepared
         given = as_new(accelerator, thing)
         made = method(given, *args, **kwargs)
@@ -227,7 +217,7 @@ def register_for_checkpointing(accelerator: Accelerator, method: Method, *object
             (again if id(thing) in known else new).append(thing)
             known.add(id(thing))
         if again:
-            _complain(accelerator, guard, "register_for_checkpointing", again, [])
+            _complain(guard, "register_for_checkpointing", again, [])
         return method(*new) if new or not objects else None
 
 
@@ -360,7 +350,6 @@ def _counts(thing: Any) -> bool:
 
 
 def _complain(
-    accelerator: Accelerator,
     guard: Guard,
     verb: str,
     things: list[Any],
@@ -368,7 +357,6 @@ def _complain(
 ) -> None:
     names = ", ".join(dict.fromkeys(type(thing).__name__ for thing in things))
     first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
-    what = "; ".join(dict.fromkeys(_consequence(accelerator, verb, thing) for thing in things))
     once = verb if verb == "register_for_checkpointing" else "prepare"
     is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
     ending = (
@@ -378,8 +366,10 @@ def _complain(
     )
     message = (
         f"{verb}() at {calling_line()} received {names}, which this Accelerator already "
-        f"has{first}. Nothing is added{ending}. Without the guard, {what}. Pass each object "
-        f"to {once}() only once."
+        f"has{first}. Nothing is added{ending}. Without the guard, save_state may write it a "
+        "second time under the next number, and a script that "
+        f"{'registers' if once != 'prepare' else 'prepares'} it once could not load that "
+        f"checkpoint. Pass each object to {once}() only once."
     )
     if is_raised:
         raise UsageError(message)
@@ -438,7 +428,8 @@ class BackwardCheck:
         if accelerator is None or self.warned:
             return
         reason = _reason(accelerator)
-        if reason is None or not _has_gradients(optimizer):
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        if reason is None or all(one.grad is None for one in parameters):
             return
         self.warned = True
         switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
@@ -476,95 +467,3 @@ def _reason(accelerator: Accelerator) -> str | None:
     if steps > 1:
         return f"summed over {steps} accumulated batches, they are {steps} times too large."
     return None
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-
-
-def _consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
-    """Return in words what the installed accelerate would do with an object that is given to
-    ``verb`` again.
-
-    Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12
-    registers it again. Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when
-    ``prepare`` made them, and not when ``prepare_optimizer`` or the like did. The mark and the code
-    are asked, not a version number.
-    """
-    if verb == "register_for_checkpointing":
-        number = len(accelerator._custom_objects)
-        return (
-            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script "
-            "that registers it only once could not load the checkpoint"
-        )
-    if isinstance(thing, torch.nn.Module):
-        return _of_model(accelerator, thing)
-    if isinstance(thing, torch.optim.Optimizer):
-        registry, what = accelerator._optimizers, "its state"
-    elif isinstance(thing, torch.utils.data.DataLoader):
-        return _of_dataloader(accelerator, thing)
-    else:
-        registry, what = accelerator._schedulers, "it"
-    if _is_returned(thing, registry):
-        return _HARMLESS.format(version=accelerate.__version__)
-    stem = "optimizer" if what == "its state" else "scheduler"
-    return f"save_state would write {what} again as {stem}_{len(registry)}.bin"
-
-
-_HARMLESS = "accelerate {version} would return it unchanged and save it once"
-
-
-def _of_model(accelerator: Accelerator, model: Any) -> str:
-    if _looks_at_marks() and _is_returned(model, accelerator._models):
-        return _HARMLESS.format(version=accelerate.__version__)
-    is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
-    keys = " (keys prefixed with 'module.')" if is_wrapped else ""
-    return (
-        "save_state would write it again as "
-        f"model_{len(accelerator._models)}.safetensors{keys}: twice the time and "
-        "space, and later models would get different numbers than in a script that prepares it "
-        "once"
-    )
-
-
-def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
-    from accelerate.data_loader import DataLoaderStateMixin
-
-    from ckptfix.training.loading.states import has_sampler, is_stateful
-
-    registry = accelerator._dataloaders
-    if _is_returned(loader, registry):
-        return _HARMLESS.format(version=accelerate.__version__)
-    if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
-        return (
-            "its data would be divided among the processes a second time, and most of the "
-            "data would never be used"
-        )
-    if is_stateful(loader) or getattr(
-        accelerator.dataloader_config, "use_stateful_dataloader", False
-    ):
-        return f"save_state would write its state again as dl_state_dict_{len(registry)}.bin"
-    if has_sampler(loader):
-        return (
-            f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
-        )
-    return (
-        "it would be registered twice, and load_state would look for its state under the "
-        "wrong number"
-    )
-
-
-def _is_returned(thing: Any, registry: list[Any]) -> bool:
-    """Return whether accelerate recognises a thing by its mark, and has it already."""
-    return bool(getattr(thing, MARK, False)) and any(one is thing for one in registry)
-
-
-def _looks_at_marks() -> bool:
-    """Return whether accelerate's ``prepare_model`` reads the mark: then the attribute's name is a
-    constant in it.
-    """
-    return MARK in inspect.unwrap(accelerate.Accelerator.prepare_model).__code__.co_consts

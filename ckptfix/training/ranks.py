@@ -1,6 +1,5 @@
 """The processes of a run: they agree on success, and find each other before a save."""
 
-import json
 import logging
 import os
 import time
@@ -50,12 +49,9 @@ class Ranks:
         found: list[Any] = gather_object([value]) if self._several else [value]
         return found
 
-    def on_main(self, work: Callable[[], Any], what: str, store: Any = None) -> Any:
+    def on_main(self, work: Callable[[], Any], what: str) -> Any:
         """Let the main process decide, and return what it decided on every process; when it fails,
         all raise.
-
-        ``store``: of a meeting of this call alone, for a value of JSON: in a sixth of the time of a
-        broadcast.
         """
         value, error = None, None
         if self._is_main:
@@ -64,12 +60,8 @@ class Ranks:
             except Exception as raised:
                 error = raised
         failure = self._described(error)
-        if store is None and self._several:
+        if self._several:
             value, failure = broadcast_object_list([(value, failure)])[0]
-        elif self._several and self._is_main:
-            store.set(_DECISION, json.dumps((value, failure)))
-        elif self._several:
-            value, failure = json.loads(store.get(_DECISION))
         _raise(error, failure, what)
         return value
 
@@ -128,7 +120,7 @@ _SHORTEST, _LONGEST = 0.0003, 0.05  # seconds between two looks
 
 _log = logging.getLogger("ckptfix")
 _number = 0  # of the next meeting
-_VERDICT, _ALL, _DECISION = "verdict", b"all", "decision"
+_VERDICT, _ALL = "verdict", b"all"
 
 
 def timeout_of(given: float | None) -> float:
@@ -152,9 +144,8 @@ def meet(
     *,
     can_save_alone: bool,
     what: str = "save_state",
-) -> tuple[list[str], Any]:
-    """Return what every process says, by rank, once all are here, and the store of this meeting
-    alone.
+) -> list[str]:
+    """Return what every process says, by rank, once all are here.
 
     ``what``: the name of the call, for messages.
 
@@ -197,9 +188,8 @@ def meet(
     words = [store.get(str(other)).decode() for other in range(processes)]
     before = torch.distributed.PrefixStore(f"ckptfix/save/{_number - 2}", _store())
     with suppress(RuntimeError):  # a store that cannot delete
-        for key in (str(rank), _DECISION):  # who came to this meeting has read the one before
-            before.delete_key(key)
-    return words, store
+        before.delete_key(str(rank))  # who came to this meeting has read the one before
+    return words
 
 
 def _store() -> Any:

@@ -7,13 +7,9 @@ without ``ckptfix run``.
 
 import builtins
 import importlib.util
-import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -49,7 +45,7 @@ def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None])
         loader.exec_module(module)
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException:
         hook = sys.excepthook  # perhaps the script's own
 
         def show(
@@ -60,8 +56,6 @@ def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None])
             hook(kind, raised, raised.__traceback__)
 
         sys.excepthook = show
-        if isinstance(error, Exception):
-            _tell_torchrun(error, _from_script(error.__traceback__, module))
         raise
 
 
@@ -72,27 +66,6 @@ def _from_script(trace: TracebackType | None, module: ModuleType) -> TracebackTy
     while trace is not None and trace.tb_frame.f_globals is not vars(module):
         trace = trace.tb_next
     return trace
-
-
-def _tell_torchrun(error: Exception, trace: TracebackType | None) -> None:
-    """Leave the traceback where torchrun's summary looks for it, unless the script's own
-    ``@record`` has done so.
-
-    torchrun takes the title of its summary from its own command line, "ckptfix FAILED"; only this
-    names the script.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    details = {
-        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
-        "timestamp": str(int(time.time())),
-    }
-    with suppress(OSError), open(path, "x") as file:
-        json.dump(
-            {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}},
-            file,
-        )
 
 
 def as_given(in_code: str, typed: str) -> str:

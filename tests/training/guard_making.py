@@ -1,22 +1,12 @@
 """What the tests of the guard share: accelerators, models, and what to look at."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import accelerate
-import pytest
 import torch
 from torch import nn
 
 from ckptfix.training.accelerator import Accelerator
-from tests.training.loading_runs import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate's state is one for the whole process."""
-    yield
-    reset()
 
 
 def accelerator(**arguments: Any) -> Accelerator:

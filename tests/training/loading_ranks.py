@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import ckptfix
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Requirement
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import TwoLayer
@@ -20,9 +21,9 @@ def fresh() -> Run:
     return make_run(seeded(TwoLayer, 9), scheduler=True, custom=1)
 
 
-def saved(folder: Path, name: str) -> Path:
+def saved(folder: Path, name: str, kind: Any = Accelerator) -> Path:
     """Train and save on both ranks; each rank has random numbers of its own."""
-    run = make_run(seeded(TwoLayer, 1), scheduler=True, custom=1)
+    run = make_run(seeded(TwoLayer, 1), scheduler=True, custom=1, accelerator=kind(cpu=True))
     torch.manual_seed(100 + rank())
     run.train()
     run.accelerator.save_state(str(folder / name))
@@ -216,7 +217,7 @@ def longer() -> Run:
 
 @case
 def in_part(folder: Path) -> Seen:
-    path = saved(folder, "in_part")
+    path = saved(folder, "in_part", ckptfix.Accelerator)
     stock = fresh()
     stock.accelerator.load_state(str(path))
     wanted = [

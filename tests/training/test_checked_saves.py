@@ -18,7 +18,6 @@ from accelerate.state import PartialState
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check
-from ckptfix.diagnosis.loads import diagnose_loads
 from ckptfix.errors import UsageError
 from ckptfix.storage.staged import SAVING
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
@@ -195,22 +194,12 @@ def test_a_model_for_from_pretrained(
 
 @pytest.mark.usefixtures("guarded")
 def test_a_change_after_clean_saves_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judged: list[int] = []
-    diagnose = diagnose_loads
-
-    def counted(loads: Any) -> Any:
-        judged.append(len(loads))
-        return diagnose(loads)
-
-    monkeypatch.setattr(checked_saves, "diagnose_loads", counted)
     run = Run(llama())
     for number in range(3):
         run.step()
         run.model.save_pretrained(str(tmp_path / f"{number}"))
-    # Headers and configs of the later ones were the same.
-    assert judged == [1]
     assert warnings(caplog) == []
     run.model.config.num_hidden_layers += 1
     run.model.save_pretrained(str(tmp_path / "layers"))

@@ -16,9 +16,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from ckptfix.training.guard import guard_of
-from tests.training.guard_making import accelerator, computes_in_bf16, counts, fresh_state, model
-
-__all__ = ["fresh_state"]
+from tests.training.guard_making import accelerator, computes_in_bf16, counts, model
 
 
 def test_autocast_is_there_after_another_accelerator() -> None:

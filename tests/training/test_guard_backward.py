@@ -2,7 +2,6 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,6 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from ckptfix.training.accelerator import Accelerator
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate's state is one for the whole process."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 class Training:

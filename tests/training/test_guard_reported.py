@@ -3,21 +3,15 @@
 On the accelerate of this environment and on two older ones, which are kept in pytest's cache.
 """
 
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.sampling import one_of
 from tests.simulated.versions import accelerate_folder
-from tests.training.claims import claims
-from tests.training.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("installed", "1.12.0", "1.6.0")
@@ -101,49 +95,3 @@ def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_pat
         )
     assert "prepare()" not in silence
     assert warning.count("UserWarning: prepare() at") == 2, "one for each process"
-
-
-def check_claims(found: list[dict[str, Any]]) -> None:
-    """Hold what the guard said of each case against what stock accelerate did."""
-    for one in found:
-        (text,) = one["said"]
-        assert ("would return it unchanged" in text) == (one["count"] == 1), one
-        named = set(re.findall(r"again as (\w+\.\w+)", text))
-        assert named <= set(one["files"]), one
-        doubled = {
-            name
-            for name in one["files"]
-            if re.fullmatch(r"(model|optimizer|scheduler)_1\.\w+", name)
-        }
-        assert doubled == named, one
-
-
-def test_the_warning_says_what_this_accelerate_would_do(
-    variables: dict[str, str], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "tests.training.claims", str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 16
-    check_claims(found)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_the_warning_says_what_would_happen_on_two_processes(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        found = claims(tmp_path / "saved")
-        check_claims(found)
-        models = {one["case"]: one["said"][0] for one in found if "models" in one["case"]}
-        for case, text in models.items():
-            assert ("keys prefixed with 'module.'" in text) == ("prepared" in case)
-        names = {
-            case: list(load_file(tmp_path / "saved" / case / "model_1.safetensors"))
-            for case in models
-        }
-        for case, keys in names.items():
-            assert keys[0].startswith("module.") == ("prepared" in case)
-
-    assert run_ranks(2, work) == [0, 0]

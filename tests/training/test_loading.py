@@ -38,13 +38,6 @@ SCENARIOS = sorted(
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
 @pytest.mark.parametrize("fixture", SCENARIOS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_folder_of_a_real_run_arrives(fixture: Path) -> None:
     run, wanted = run_of_fixture(fixture)

@@ -5,7 +5,6 @@ Without models and optimizers, accelerate's own load_state runs as under FSDP, i
 """
 
 import enum
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import SampleCounter
 from tests.training.loading_runs import Run, reset
 from tests.training.rank_cases import turn_on_fsdp
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Colour(enum.Enum):

@@ -3,7 +3,7 @@ modified by then.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,6 @@ from tests.training.loading_runs import (
     run_of_fixture,
     seeded,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 def fresh() -> Run:
@@ -386,11 +379,6 @@ def test_a_file_that_changes_while_it_is_read(
     with pytest.raises(LoadError, match=r"scheduler\.bin changed during the load"):
         load_state_tolerant(run.accelerator, folder)
     assert run.digest() == before
-
-
-def test_a_word_that_is_no_need() -> None:
-    with pytest.raises(ValueError, match="maybe"):
-        LoadPolicy(models="maybe")  # type: ignore[arg-type]
 
 
 def test_a_missing_optimizer_says_how_to_go_on_without(folder: Path) -> None:

@@ -3,7 +3,7 @@ is named.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ from ckptfix.training.loading.load_state import (
 from ckptfix.training.ranks import Ranks
 from fixtures.models import ConvNorm, Tied, TwoLayer
 from tests.training.loading_runs import Run, make_run, reset, seeded
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Counter:

@@ -4,7 +4,7 @@ the meta device.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ LONE = sorted(path.parent for path in FIXTURES.glob("*/lone-*/run.json")) + sort
     path.parent for path in FIXTURES.glob("*/single-level-*/run.json")
 )
 SHARDED = sorted(path.parent for path in FIXTURES.glob("*/sharded-*/run.json"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 @pytest.mark.parametrize("fixture", LONE, ids=lambda path: f"{path.parent.name}/{path.name}")

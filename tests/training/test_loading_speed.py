@@ -4,7 +4,7 @@ failure.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,9 @@ from torch import nn
 
 from ckptfix.training.loading.load_state import load_state_tolerant
 from tests.sampling import one_of
-from tests.training.loading_runs import make_run, reset
+from tests.training.loading_runs import make_run
 
 LIMIT = 1.1
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 def measure(

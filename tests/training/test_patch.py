@@ -11,7 +11,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
@@ -23,12 +22,10 @@ from ckptfix.training.resuming import run_state
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate's state is one for the whole process, and so is the patch."""
+def unpatched() -> Iterator[None]:
+    """The patch is one for the whole process."""
     yield
     unpatch_accelerate()
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def stock(**arguments: Any) -> accelerate.Accelerator:

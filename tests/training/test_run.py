@@ -207,20 +207,6 @@ def test_two_processes(launcher: tuple[str, ...], project: Path) -> None:
     assert found.stderr.count("UserWarning: prepare()") == 2
 
 
-def test_torchruns_summary_shows_where_the_script_failed(project: Path) -> None:
-    """Its title, "ckptfix FAILED", comes from its own command line: no child can change it."""
-    name = script(project, "def inner():\n    raise ValueError('no')\ninner()")
-    launcher = str(BINARIES / "torchrun"), "--standalone", "--nproc_per_node", "1", "--module"
-    found = run(*launcher, "ckptfix", "run", name, cwd=project)
-    assert found.returncode == 1
-    summary = found.stderr.partition("Root Cause")[2]
-    assert (
-        f'traceback : Traceback (most recent call last):\n    File "{project / name}", line 3'
-        in summary
-    )
-    assert "ValueError: no" in summary
-
-
 ACCUMULATES = """
 from accelerate import Accelerator
 import torch

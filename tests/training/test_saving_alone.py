@@ -14,7 +14,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 
@@ -31,11 +30,10 @@ BOTH = ["random_states_0.pkl", "random_states_1.pkl"]
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
+def unpatched() -> Iterator[None]:
+    """The patch is one for the whole process."""
     yield
     unpatch_accelerate()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def run(**arguments: Any) -> tuple[Any, Any]:

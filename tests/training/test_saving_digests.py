@@ -1,17 +1,12 @@
 """A guarded save that records digests can be verified, sealed, repaired, and saved over."""
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
-from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import DistributedType
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from msgspec.structs import replace
 
 from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
@@ -19,7 +14,6 @@ from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_report import Requirement
-from ckptfix.training.saving import saved_digests
 from ckptfix.training.saving.save_state import _rank_of, _Save
 from ckptfix.training.saving.saved_digests import SavedDigests, take_left
 from ckptfix.training.saving.staged_saves import _was_saved
@@ -30,13 +24,6 @@ from tests.training.ranks import run_ranks
 from tests.verification.sealed import flip, place, wrong
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]
@@ -256,108 +243,6 @@ def test_of_1024_processes_few_read_the_files_of_all_ranks(
 )
 def test_each_process_makes_the_files_of_its_rank_durable(name: str, rank: int | None) -> None:
     assert _rank_of(name) == rank
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = monotonic() + 20
-    while not condition():
-        assert monotonic() < end
-        sleep(0.005)
-
-
-def test_a_file_is_hashed_while_the_next_one_is_written_and_again_if_it_changes(
-    tmp_path: Path,
-) -> None:
-    """A save whose file is changed after it was hashed must not record the digest of what it
-    was.
-    """
-    digests = SavedDigests()
-    first, second, third = (
-        tmp_path / name for name in ("model.safetensors", "optimizer.bin", "ours.bin")
-    )
-    with digests.watching(tmp_path, lambda name: name != "ours.bin"):
-        first.write_bytes(b"first")
-        third.write_bytes(b"third")
-        sleep(0.02)
-        second.write_bytes(b"second")
-        wait_for(lambda: digests._early)
-        assert digests._early.keys() == {"model.safetensors"}, (
-            "no one knows when the last one is complete"
-        )
-        early = digests._early["model.safetensors"].parts[0]
-        assert early.result() == hashlib.sha256(b"first").hexdigest()
-        with first.open("r+b") as file:
-            file.write(b"other")
-    digests.hash_files(tmp_path, [first.name, second.name])
-    assert digests.files() == {
-        first.name: hashlib.sha256(b"other").hexdigest(),
-        second.name: hashlib.sha256(b"second").hexdigest(),
-    }
-    digests.hash_files(tmp_path, [third.name])
-    assert digests._files[third.name].parts[0].result() == hashlib.sha256(b"third").hexdigest()
-    digests.close()
-
-
-def test_what_was_hashed_early_is_not_hashed_again(tmp_path: Path) -> None:
-    digests = SavedDigests()
-    with digests.watching(tmp_path, lambda name: True):
-        (tmp_path / "a").write_bytes(b"first")
-        sleep(0.02)
-        (tmp_path / "b").write_bytes(b"second")
-        wait_for(lambda: digests._early)
-        early = digests._early["a"]
-    digests.hash_files(tmp_path, ["a", "b"])
-    assert digests._files["a"] is early
-    digests.close()
-
-
-@pytest.mark.parametrize("change", ["none", "later", "shorter"])
-def test_a_file_of_torch_is_hashed_while_it_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    monkeypatch.setattr(saved_digests, "_LONG", 100)
-    monkeypatch.setattr(saved_digests, "RANGE", 1000)
-    digests = SavedDigests()
-    path = tmp_path / "optimizer.bin"
-    parts = [b"PK\3\4" + bytes(496), *(bytes([number]) * 450 for number in range(5))]
-    with digests.watching(tmp_path, lambda name: True):
-        with path.open("wb", buffering=0) as file:
-            for part in parts:
-                file.write(part)
-                sleep(0.03)
-        assert len(digests._early["optimizer.bin"].parts) == 3
-        assert digests._early["optimizer.bin"].parts[0].result(timeout=20), (
-            "its first range is full"
-        )
-        followed = digests._early["optimizer.bin"]
-        if change == "shorter":
-            os.truncate(path, 700)
-    data = b"".join(parts)[: path.stat().st_size]
-    if change == "later":
-        data = b"PK\3\4" + bytes(len(data) - 4)
-        path.write_bytes(data)
-    digests.hash_files(tmp_path, ["optimizer.bin"])
-    assert (digests._files["optimizer.bin"] is followed) == (change == "none")
-    ranges = [hashlib.sha256(data[at : at + 1000]).hexdigest() for at in range(0, len(data), 1000)]
-    assert digests.files() == {"optimizer.bin": "-".join(ranges)}
-    digests.close()
-
-
-def test_a_save_that_fails_leaves_no_thread_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saved_digests, "_LONG", 1)
-    digests = SavedDigests()
-
-    def save() -> None:
-        with digests.watching(tmp_path, lambda name: True):
-            (tmp_path / "optimizer.bin").write_bytes(b"PK\3\4" + bytes(100))
-            wait_for(lambda: digests._early)
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="full"):
-        save()
-    digests.close()
 
 
 def test_long_files_of_a_save_have_digests_of_their_ranges(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, doubles
 from ckptfix.training.loading.load_report import Part
@@ -190,30 +191,22 @@ def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[in
 
 
 def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Relation]:
-    """Return relations of what the manifest says of classes: full names, last names, and no word on
-    it.
-    """
+    """Return relations of what the manifest says of classes, and of no word on it."""
     everything = [[True] * len(targets) for _ in entries]
     if not any(entry.recorded is not None and entry.recorded.type for entry in entries):
         return [everything]
-    full = [[same_class(entry, target, full=True) for target in targets] for entry in entries]
-    last = [[same_class(entry, target, full=False) for target in targets] for entry in entries]
-    return [full, last, everything]
+    alike = [[same_class(entry, target) for target in targets] for entry in entries]
+    return [alike, everything]
 
 
-def same_class(entry: Entry, target: Target, *, full: bool) -> bool:
+def same_class(entry: Entry, target: Target) -> bool:
     """Return whether the manifest allows that an entry was saved from an object of this class; True
     where it is silent.
 
-    ``full``: the module must agree as well, which a script that became a module loses
-    (``__main__.Net``).
+    The module does not count: a script that became a module loses it (``__main__.Net``).
     """
     recorded = entry.recorded.type if entry.recorded is not None else ""
-    if not recorded:
-        return True
-    if full:
-        return recorded in target.types
-    return recorded.rpartition(".")[2] in {name.rpartition(".")[2] for name in target.types}
+    return not recorded or recorded.rpartition(".")[2] in target.types
 
 
 def undecided(
@@ -265,10 +258,7 @@ def _without(relation: Relation, aside: dict[int, int]) -> Relation:
 
 
 def _trimmed(found: Assignment, aside: dict[int, int]) -> Assignment:
-    left = tuple(number for number in found.left if number not in aside)
-    return Assignment(
-        pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal
-    )
+    return replace(found, left=tuple(number for number in found.left if number not in aside))
 
 
 Owners = Sequence[tuple[int, ...]]
@@ -325,37 +315,22 @@ def went_elsewhere(
     return not (among_kept or among_all)
 
 
-class Links(Struct, frozen=True, kw_only=True):
-    """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no
-    manifest said it.
-    """
-
-    reasons: list[list[str]]
-    held: Owners = ()
-    by_order: frozenset[int] = frozenset()
-
-    def why(self, before: Placement, number: int, entry: int) -> str:
-        """Return in words why a target gets the entry of another position."""
-        names = ", ".join(before.name(owned) for owned in (self.held[number] if self.held else ()))
-        how = ", matched by the order in which both were saved" if entry in self.by_order else ""
-        return "moved from another position" + (f", with {names}{how}" if names else "")
-
-
 def follow(
     reasons: list[list[str]],
     entries: Sequence[Entry],
     before: Placement,
     owners: Callable[[], Owners],
-) -> Links:
-    """Let entries fit only where the objects that they belong to went.
+) -> tuple[list[list[str]], Owners]:
+    """Let entries fit only where the objects that they belong to went: return why they do not fit,
+    and what each target holds, () where nobody asked.
 
     The manifest says what belongs together. Without it, and where the part before moved, entries
-    that fit several targets go by the order of both parts; where that says nothing, they fit none.
-    ``owners`` is asked for only then.
+    that fit several targets fit none: the position no longer says which. ``owners`` is asked for
+    only then.
     """
     recorded = [_recorded(entry, before) for entry in entries]
     if not before.is_moved and not any(recorded):
-        return Links(reasons=reasons)
+        return reasons, ()
     held = owners()
     result = [
         [
@@ -368,18 +343,16 @@ def follow(
         for number, row in enumerate(result)
         if row.count("") > 1 and not (recorded[number] and all(held))
     ]
-    if not before.is_moved or not doubtful:
-        return Links(reasons=result, held=held)
-    place = _by_order(entries, before, held)
-    for number in doubtful:
-        text = _not_here(before, None if place is None else place[number])
-        meant = None if place is None else _holder(before.got().get(place[number]), held)
+    word = before.part.value
+    for number in doubtful if before.is_moved else ():
         result[number] = [
-            reason or ("" if target == meant else text)
-            for target, reason in enumerate(result[number])
+            reason
+            or f"the {word} of this run are in a different order than in the folder, so ckptfix "
+            f"cannot tell which of them it belongs to; next: prepare the {word} in the same order "
+            "as the run that saved the checkpoint"
+            for reason in result[number]
         ]
-    by_order = frozenset(doubtful if place is not None else ())
-    return Links(reasons=result, held=held, by_order=by_order)
+    return result, held
 
 
 def _recorded(entry: Entry, before: Placement) -> frozenset[int]:
@@ -400,7 +373,10 @@ def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) ->
     got = before.got()
     for entry in sorted(belongs):
         if entry in got and got[entry] not in held:
-            return _not_here(before, entry)
+            return (
+                f"it belongs to {before.entries[entry].label}, which is loaded into "
+                f"{before.name(got[entry])}"
+            )
     for number in held:
         entry = before.pairs.get(number, -1)
         if (
@@ -412,44 +388,3 @@ def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) ->
                 f"{before.name(number)}"
             )
     return ""
-
-
-def _by_order(entries: Sequence[Entry], before: Placement, held: Owners) -> list[int] | None:
-    """Return for each entry the one of the part before that was saved at its position, None when
-    that says nothing.
-
-    It does when there are as many of both, in the folder and in the run, and each object holds one
-    of the other part.
-    """
-    if sorted(held) != [(number,) for number in range(len(before.targets))]:
-        return None
-    everything = list(range(len(before.entries)))
-    if [entry.index for entry in before.entries] != everything:
-        return None
-    alone = [number for number in everything if number not in before.aside]
-    positions = [entry.index for entry in entries]
-    return next(
-        (place for place in (everything, alone) if positions == list(range(len(place)))), None
-    )
-
-
-def _holder(number: int | None, held: Owners) -> int | None:
-    return next((target for target, owned in enumerate(held) if owned == (number,)), None)
-
-
-def _not_here(before: Placement, entry: int | None) -> str:
-    """Return why an entry fits only another target, or none because nothing says which."""
-    word = before.part.value
-    if entry is None:
-        return (
-            f"the {word} of this run are in a different order than in the folder, so ckptfix "
-            f"cannot tell which of them it belongs to; next: prepare the {word} in the same order "
-            "as the run that saved the checkpoint"
-        )
-    number = before.got().get(entry)
-    where = (
-        "is loaded into no object of this run"
-        if number is None
-        else f"is loaded into {before.name(number)}"
-    )
-    return f"it belongs to {before.entries[entry].label}, which {where}"

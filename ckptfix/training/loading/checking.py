@@ -82,7 +82,7 @@ def class_problem(state: Any, entry: Entry, target: Target) -> str:
     """Return why a state is not that of an optimizer of this class, whatever its parameters are."""
     if not _is_dict(state, "state", "param_groups"):
         return "not an optimizer state dict (expected the keys 'state' and 'param_groups')"
-    if not same_class(entry, target, full=False):
+    if not same_class(entry, target):
         assert entry.recorded is not None
         return f"it was saved from {entry.recorded.type}, but this run's optimizer is {target.what}"
     return ""
@@ -142,7 +142,7 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     """
     if not isinstance(state, Mapping):
         return f"not a scheduler state dict (expected a dict, found {type(state).__name__})"
-    if not same_class(entry, target, full=False):
+    if not same_class(entry, target):
         assert entry.recorded is not None
         return f"it was saved from {entry.recorded.type}, but this run's scheduler is {target.what}"
     if not _is_torchs(target.inner):

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from typing_extensions import assert_never
 
@@ -35,6 +34,7 @@ from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
 from ckptfix.training.ranks import Ranks
+from ckptfix.training.resuming.generators import first_difference
 from ckptfix.wording import count_of
 
 
@@ -155,7 +155,7 @@ class State:
             own.update(self._attributes)
 
     def _is_as_before(self) -> bool:
-        return same(self._thing.state_dict(), self._state)
+        return first_difference(self._thing.state_dict(), self._state) is None
 
 
 def copied(value: Any) -> Any:
@@ -167,29 +167,6 @@ def copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return copy.deepcopy(value)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two states are equal; NaN equals NaN, and objects that do not compare have
-    equal attributes.
-    """
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and same_bytes(one.to("cpu"), other.to("cpu"))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            same(value, other[key]) for key, value in one.items()
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, numpy.ndarray):
-        is_alike = one.dtype == other.dtype and one.shape == other.shape
-        return is_alike and same(one.tolist(), other.tolist())
-    if bool(one == other) or (one != one and other != other):
-        return True
-    attributes = getattr(one, "__dict__", None)
-    return attributes is not None and same(attributes, getattr(other, "__dict__", None))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -377,12 +354,15 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
             f"rank {failed[0][0]} failed{more}, so rank {ranks.rank} stops too: {failed[0][1]}",
             modified=any(flag for _, _, flag, _ in everyone),
         )
+    first, _, _, mine = everyone[0]
     for other, _, _, theirs in everyone:
-        if theirs != everyone[0][3]:
+        if theirs != mine:
+            pairs = zip(mine, theirs, strict=False)
+            counts = f"{len(mine)} components versus {len(theirs)}"
+            difference = next((f"{a} versus {b}" for a, b in pairs if a != b), counts)
             raise LoadError(
-                f"rank {other} would load different data than rank {everyone[0][0]}: "
-                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same "
-                "folder?"
+                f"rank {other} would load different data than rank {first}: {difference}; do all "
+                "ranks see the same folder?"
             )
 
 
@@ -474,10 +454,3 @@ def _load_model(action: LoadModel) -> None:
         arrived = action.slots[name].read()
         if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
             raise RuntimeError(f"{name!r} differs from the written value when read back")
-
-
-def _first_difference(one: Outline, other: Outline) -> str:
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            return f"{left} versus {right}"
-    return f"{len(one)} components versus {len(other)}"

@@ -86,21 +86,14 @@ def load_state_tolerant(
             "accelerator.load_state(path)"
         )
     with fetched(path, Ranks(accelerator)) as root:
-        return _load_tolerant(accelerator, root, policy)
-
-
-def _load_tolerant(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
-    is_delegated = accelerator.distributed_type in SHARDED
-    if is_delegated:
-        report = load_delegated(accelerator, root, policy)
-    else:
-        report = _load(accelerator, root, policy, Ranks(accelerator))
-        go_on_numbering(accelerator, root)
-    inexact = run_state.go_on_and_report(accelerator, root, left=left_by(report))
-    missing = (
-        str(one) for one in report.components if one.part.value in left_by(report) and is_left(one)
-    )
-    return replace(report, inexact=(*missing, *inexact))
+        if accelerator.distributed_type in SHARDED:
+            report = load_delegated(accelerator, root, policy)
+        else:
+            report = _load(accelerator, root, policy, Ranks(accelerator))
+            go_on_numbering(accelerator, root)
+        inexact = run_state.go_on_and_report(accelerator, root, left=left_by(report))
+        missing = (str(one) for one in report.components if is_left(one))
+        return replace(report, inexact=(*missing, *inexact))
 
 
 def left_by(report: LoadReport) -> frozenset[str]:
@@ -256,39 +249,28 @@ def _plan(
     """
     root = on_disk(folder.root)
     optimizers, schedulers, custom = offers
-    placed = _plan_models(draft, accelerator, left, folder, manifest)
-    things = [target.thing for target in optimizers.targets]
-    models = [target.thing for target in placed.targets]
-
-    def owners() -> Owners:
-        return held_models(things, models)
-
-    optimizers = after_models(draft, optimizers, placed, owners)
-    driving = plan_states(draft, root, optimizers, placed, owners)
-    plan_states(draft, root, schedulers, driving, lambda: _driven(schedulers, driving))
-    plan_states(draft, root, custom)
-
-
-def _plan_models(
-    draft: Draft,
-    accelerator: Any,
-    models: Sequence[Any],
-    folder: CheckpointFolder,
-    manifest: Manifest | None,
-) -> Placement:
     if draft.policy.models is Requirement.IGNORE:
-        for target in distinct(models):
+        for target in distinct(left):
             draft.ignore(Part.MODELS, target)
-        return Placement(part=Part.MODELS)
-    entries = model_entries(folder, manifest)
-    targets = model_targets(models, accelerator._models)
-    return plan_models(draft, on_disk(folder.root), entries, targets, accelerator.device)
+        placed = Placement(part=Part.MODELS)
+    else:
+        entries, targets = model_entries(folder, manifest), model_targets(left, accelerator._models)
+        placed = plan_models(draft, root, entries, targets, accelerator.device)
 
+    def models_of() -> Owners:
+        models = [target.thing for target in placed.targets]
+        return held_models([target.thing for target in optimizers.targets], models)
 
-def _driven(schedulers: SavedStates, optimizers: Placement) -> Owners:
-    things = [target.thing for target in optimizers.targets]
-    found = [driven_optimizer(target.thing, things) for target in schedulers.targets]
-    return [() if number is None else (number,) for number in found]
+    optimizers = after_models(draft, root, optimizers, placed, models_of)
+    driving = plan_states(draft, root, optimizers, placed, models_of)
+
+    def optimizers_of() -> Owners:
+        things = [target.thing for target in driving.targets]
+        driven = (driven_optimizer(target.thing, things) for target in schedulers.targets)
+        return [() if number is None else (number,) for number in driven]
+
+    plan_states(draft, root, schedulers, driving, optimizers_of)
+    plan_states(draft, root, custom)
 
 
 def load_checkpoint_tolerant(

@@ -2,8 +2,6 @@
 number generators.
 """
 
-import importlib
-import importlib.util
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +99,11 @@ def is_hopeless(draft: Draft, offer: SavedStates) -> bool:
 
 
 def after_models(
-    draft: Draft, offer: SavedStates, models: Placement, owners: Callable[[], Owners]
+    draft: Draft,
+    root: Path,
+    offer: SavedStates,
+    models: Placement,
+    owners: Callable[[], Owners],
 ) -> SavedStates:
     """Return what optimizers may get once it is known which weights are loaded.
 
@@ -131,7 +133,9 @@ def after_models(
         if not in_part.intersection(owned) or number in withheld:
             continue
         found = {
-            position: carry(offer.states[position], entry, offer.targets[number], models, owned)
+            position: carry(
+                root, offer.states[position], entry, offer.targets[number], models, owned
+            )
             for position, entry in enumerate(offer.entries)
             if not offer.problems[position]
         }
@@ -182,8 +186,8 @@ def plan_states(
         for entry in entries:
             draft.leave(part, entry.files, "no object of this run is registered for it")
         return Placement(part=part, is_moved=before.is_moved)
-    followed = follow(offer.reasons, entries, before, owners)
-    settled = settle(root, entries, targets, followed.reasons)
+    misfit, held = follow(offer.reasons, entries, before, owners)
+    settled = settle(root, entries, targets, misfit)
     assignment = settled.assignment
     pairs: dict[int, int] = {}
     for number, target in enumerate(targets):
@@ -193,7 +197,7 @@ def plan_states(
             draft.cannot(part, offer.withheld[number], target=target, files=files)
             continue
         if position is None:
-            row = [reasons[number] for reasons in followed.reasons]
+            row = [reasons[number] for reasons in misfit]
             _nothing_for(draft, offer, target, row, assignment.refusal, number)
             continue
         if hidden := hidden_by(entries, position, number, offer.problems):
@@ -203,9 +207,10 @@ def plan_states(
         pairs[number] = position
         carried = offer.carried.get((position, number))
         status = Status.ADAPTED if moved or carried else Status.RESTORED
+        names = ", ".join(before.name(owned) for owned in (held[number] if held else ()))
         reasons = (
             carried.reason if carried else "",
-            followed.why(before, number, position) if moved else "",
+            "moved from another position" + (f", with {names}" if names else "") if moved else "",
             offer.remark,
         )
         state = carried.state if carried else offer.states[position]
@@ -224,7 +229,7 @@ def plan_states(
         reason = f"duplicate of {entries[original].label}"
         draft.leave(part, entries[double].files, reason, is_duplicate=True)
     for number in assignment.left:
-        draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
+        draft.leave(part, entries[number].files, next(iter(misfit[number]), ""))
     return Placement(
         part=part,
         entries=entries,
@@ -498,15 +503,8 @@ def set_random(states: Any) -> str:
             saved = saved[: module.device_count()]
         module.set_rng_state_all(saved)
     if "xm_seed" in states:
-        left += _set_xla(states["xm_seed"])
+        left.append("the seed of torch_xla, which accelerator.load_state restores")
     return ", ".join(left)
-
-
-def _set_xla(seed: Any) -> list[str]:
-    if importlib.util.find_spec("torch_xla") is None:
-        return ["torch_xla is not installed"]
-    importlib.import_module("torch_xla.core.xla_model").set_rng_state(seed)
-    return []
 
 
 def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank: int) -> None:

@@ -22,40 +22,6 @@ _FOLLOWS = ("loss", "gradients", "weights")
 
 
 @dataclass(frozen=True)
-class ShownDifference(Serialized):
-    """A difference as it is printed. ``guard``: ckptfix run restores what differs."""
-
-    step: int
-    rank: int
-    state: str
-    message: str
-    names: tuple[str, ...]
-    expected: Mapping[str, str | None]
-    found: Mapping[str, str | None]
-    code: str | None
-    cause: str | None
-    change: str | None
-    guard: bool
-
-    json_keys = "step rank state message names expected found code cause change guard"
-
-    @classmethod
-    def of(cls, one: Difference) -> "ShownDifference":
-        """Return what is printed of a difference."""
-        cause = one.cause
-        return cls(
-            one.step, one.rank, one.state, one.words, one.names, one.expected, one.found,
-            cause.code if cause else None, cause.words if cause else None,
-            cause.change if cause else None, one.is_restored,
-        )  # fmt: skip
-
-    def headline(self, ranks: int) -> str:
-        """Return the place and the words of the difference."""
-        rank = f", rank {self.rank}" if ranks > 1 else ""
-        return f"step {self.step}{rank}: {self.state}: {self.message}"
-
-
-@dataclass(frozen=True)
 class Certificate(Serialized, Printable):
     """Result of ``prove-resume``.
 
@@ -71,7 +37,7 @@ class Certificate(Serialized, Printable):
     ranks: int
     steps: tuple[int, ...]
     states: tuple[str, ...]
-    differences: tuple[ShownDifference, ...]
+    differences: tuple[Difference, ...]
     first_steps: Mapping[str, int]
     strips: Mapping[str, tuple[bool | None, ...]]
     not_compared: tuple[str, ...]
@@ -97,17 +63,18 @@ class Certificate(Serialized, Printable):
         yield Line(
             (Span(self.verdict.upper(), colour, True), Span(f": {self.script}: {self._about()}"))
         )
-        named: set[str | None] = {None}
+        named: set[str | None] = set()
         for at, one in enumerate(self.differences):
+            rank = f", rank {one.rank}" if self.ranks > 1 else ""
             yield line(
-                f"  {'also ' if at else ''}{one.headline(self.ranks)}",
+                f"  {'also ' if at else ''}step {one.step}{rank}: {one.state}: {one.words}",
                 colour=None if at else "red",
             )
-            if one.code not in named:
+            if one.cause is not None and one.code not in named:
                 named.add(one.code)
-                yield line(f"    cause: {one.cause}")
+                yield line(f"    cause: {one.reason}")
                 yield line(f"    change: {one.change}")
-                if one.guard and not self.guarded:
+                if one.is_restored and not self.guarded:
                     yield line(
                         "    or: ckptfix run SCRIPT, which saves and restores this; add "
                         "--guard to prove it"
@@ -185,7 +152,7 @@ def certificate_of(
         ranks=comparison.ranks,
         steps=comparison.steps,
         states=tuple(state for state in STATES if state in comparison.strips),
-        differences=tuple(map(ShownDifference.of, differences)),
+        differences=differences,
         first_steps=comparison.first_steps,
         strips=comparison.strips,
         not_compared=(

@@ -5,12 +5,14 @@ happened: the passes through a dataloader, the entries (states when the first lo
 arrives), optimizer steps, saves, loads.
 """
 
-import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ckptfix.errors import OperationError
 
@@ -51,12 +53,12 @@ class Settings:
 
     def as_variable(self) -> str:
         """Return the settings as the value of the environment variable."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_variable(cls, text: str) -> "Settings":
         """Return the settings that the environment variable holds."""
-        return cls(**json.loads(text))
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True)
@@ -194,40 +196,28 @@ def read_run(folder: Path) -> list[RankRun]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")[:-1]  # a line without its end was cut by the kill
-    return [json.loads(one) for one in lines]
+    return [msgspec.json.decode(one) for one in lines]
 
 
 def rank_run(rows: Iterable[Mapping[str, Any]]) -> RankRun:
     """Return what rows say about one process."""
-    found: dict[str, list[Any]] = {
-        name: [] for name in ("step", "entry", "save", "pass", "load", "note")
-    }
+    kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[str, Any] = {}
     for row in rows:
-        kind, values = row["row"], {key: value for key, value in row.items() if key != "row"}
-        if kind in ("run", "end"):
-            about |= values
-        elif kind == "step":
-            batches = tuple(
-                Batch(**{**one, "samples": tuple(one["samples"])}) for one in values["batches"]
-            )
-            losses = tuple(Loss(**one) for one in values["losses"])
-            found[kind].append(Step(**{**values, "batches": batches, "losses": losses}))
-        elif kind == "note":
-            found[kind].append(values["words"])
+        if row["row"] in ("run", "end"):
+            about |= row
         else:
-            found[kind].append(
-                {"entry": Entry, "save": Save, "pass": Pass, "load": Load}[kind](**values)
-            )
-    return RankRun(
-        **about,
-        steps=tuple(found["step"]),
-        entries=tuple(found["entry"]),
-        saves=tuple(found["save"]),
-        passes=tuple(found["pass"]),
-        loads=tuple(found["load"]),
-        notes=tuple(dict.fromkeys(found["note"])),
-    )
+            kinds[row["row"]].append(row)
+    names = {
+        "steps": "step",
+        "entries": "entry",
+        "saves": "save",
+        "passes": "pass",
+        "loads": "load",
+    }
+    values = {name: kinds[kind] for name, kind in names.items()}
+    notes = list(dict.fromkeys(row["words"] for row in kinds["note"]))
+    return msgspec.convert({**about, **values, "notes": notes}, RankRun)
 
 
 def settings_of_process() -> Settings | None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
+from ckptfix.reports import Serialized
 from ckptfix.training.resume_proofs.causes import Cause, Evidence, Relation, cause_of
 from ckptfix.training.resume_proofs.recorded_runs import (
     STATES,
@@ -53,7 +54,7 @@ Ignored = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Serialized):
     """First difference of a rank in one state.
 
     ``expected``, ``found``: values by name, None where one is missing. ``is_restored``: a guarded
@@ -70,6 +71,26 @@ class Difference:
     relation: Relation = Relation.NONE
     cause: Cause | None = None
     is_restored: bool = False
+
+    json_keys = (
+        "step rank state message=words names expected found code cause=reason change "
+        "guard=is_restored"
+    )
+
+    @property
+    def code(self) -> str | None:
+        """The code of the cause, None where it is not known."""
+        return self.cause.code if self.cause else None
+
+    @property
+    def reason(self) -> str | None:
+        """The cause in words, None where it is not known."""
+        return self.cause.words if self.cause else None
+
+    @property
+    def change(self) -> str | None:
+        """The line to change, None where the cause is not known."""
+        return self.cause.change if self.cause else None
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,10 @@ def plain(value: Any) -> Any:
         return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": data}
     if isinstance(value, np.generic):
         return plain(value.item())
+    if isinstance(value, GeneratorStates):
+        return value.as_plain()
+    if isinstance(value, Struct):
+        return {name: plain(inside) for name, inside in asdict(value).items()}
     if isinstance(value, Mapping) and _ARRAY not in value:
         return {plain(key): plain(inside) for key, inside in value.items()}
     if type(value) is tuple:

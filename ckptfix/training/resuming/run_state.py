@@ -14,11 +14,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import checkpointing
+from msgspec.structs import replace
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
@@ -378,15 +380,7 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
         return _go_on_without(accelerator, folder, left)
     except (OSError, ValueError) as error:
         return [f"{error}; data order and random numbers within an epoch are not restored"]
-    return _restored(accelerator, folder, state, left)
-
-
-def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
-    try:
-        return _Restoring(accelerator, folder, state, left).run()
-    # Of the script's own code, or of a file that does not hold what it should.
-    except Exception as error:
-        return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
+    return _restore(accelerator, folder, state, left)
 
 
 _OF_STOCK = (
@@ -410,251 +404,201 @@ def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list
             f"rank {accelerator.process_index} did not take part in the save, so it has "
             "no run state"
         ]
-    return _restored(accelerator, folder, main, left)
+    return _restore(accelerator, folder, main, left)
 
 
-class _Restoring:
-    """One restoration of a run state."""
+def _restore(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
+    try:
+        return _restore_run(accelerator, folder, state, left)
+    # Of the script's own code, or of a file that does not hold what it should.
+    except Exception as error:
+        return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
 
-    def __init__(self, accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> None:
-        self._accelerator = accelerator
-        self._left = left
-        self._folder = folder
-        self._state = state
-        self._problems: list[str] = []
-        self._checks: list[tuple[str, Any, Callable[[], Any]]] = []
-        self._is_same_world = state["world"] == accelerator.num_processes
 
-    def run(self) -> list[str]:
-        """Restore everything, the random generators last; return what is not as it was."""
-        accelerator, state = self._accelerator, self._state
-        random = GeneratorStates.from_plain(state["random"])
-        if name := _saved_over(self._folder, state) or self._saved_over_main():
-            return [
-                f"{name} has changed since {run_state_name(state['rank'])} was written, for "
-                "example by a save without ckptfix or a copy; "
-                f"{run_state_name(state['rank'])} was ignored, so data order and random "
-                "numbers within an epoch are not restored"
-            ]
-        if not self._is_same_world:
-            self._problems.append(
-                f"saved with {count_of(state['world'], 'process')}, now {accelerator.num_processes}"
-            )
-        elif self._is_of_another_save():
-            return [
-                f"{run_state_name(accelerator.process_index)} and {run_state_name(0)} are "
-                "from different saves"
-            ]
-        else:
-            self._restore_own()
-        if state["accumulation"] != accelerator.gradient_accumulation_steps:
-            self._problems.append(
-                f"saved with gradient_accumulation_steps={state['accumulation']}, "
-                f"now {accelerator.gradient_accumulation_steps}"
-            )
-        if "step" not in self._left:
-            self._restore_step()
-        if "optimizers" not in self._left:
-            self._order_moments()
-        if "schedulers" not in self._left:
-            self._restore_unprepared()
-        if "dataloaders" not in self._left:
-            self._restore_loaders(random)
-        left_as_loaded = capture()
-        self._compare()
-        # Last, as states of custom objects may draw from the generators when they are read back.
-        if "rng" in self._left:
-            restore(left_as_loaded)
-        elif self._is_same_world:
-            restore(random)
-            self._checks = [("random generators", random, capture)]
-            self._compare()
-        else:
-            _seed_anew(random, accelerator.process_index, state)
-        return self._problems
+Check = tuple[str, Any, Callable[[], Any]]
+"""The name of a state, what the file says it is, and what returns what it is now."""
 
-    def _saved_over_main(self) -> str:
-        """Return the name of a file of the main process that another save has written over, as
-        ``_saved_over``.
-        """
-        if self._state["rank"] == 0:
-            return ""
-        try:
-            return _saved_over(self._folder, read(self._folder, 0))
-        except (OSError, ValueError):  # on the disk of another node
-            return ""
 
-    def _is_of_another_save(self) -> bool:
-        """Return whether this rank saved alone, and was stopped before it could in the save of rank
-        0.
-        """
-        if self._state["rank"] == 0:
-            return False
-        try:
-            return bool(read(self._folder, 0)["progress"] != self._state["progress"])
-        except (OSError, ValueError):  # on the disk of another node
-            return False
-
-    def _restore_own(self) -> None:
-        """Restore what each rank has for itself."""
-        accelerator, state = self._accelerator, self._state
+def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
+    """Restore everything, the random generators last; return what is not as it was."""
+    name, random = run_state_name(state["rank"]), GeneratorStates.from_plain(state["random"])
+    main = state
+    if state["rank"] != 0:
+        # It may be on the disk of another node.
+        with suppress(OSError, ValueError):
+            main = read(folder, 0)
+    if changed := _saved_over(folder, state) or _saved_over(folder, main):
+        return [
+            f"{changed} has changed since {name} was written, for example by a save without "
+            f"ckptfix or a copy; {name} was ignored, so data order and random numbers within an "
+            "epoch are not restored"
+        ]
+    problems: list[str] = []
+    checks: list[Check] = []
+    is_same_world = state["world"] == accelerator.num_processes
+    is_same_accumulation = state["accumulation"] == accelerator.gradient_accumulation_steps
+    if not is_same_world:
+        problems.append(
+            f"saved with {count_of(state['world'], 'process')}, now {accelerator.num_processes}"
+        )
+    elif main["progress"] != state["progress"]:
+        # This rank saved alone, and was stopped before it could in the save of rank 0.
+        return [f"{name} and {run_state_name(0)} are from different saves"]
+    else:
         if state["is_cut"]:
-            self._problems.append(
+            problems.append(
                 "the checkpoint was saved during gradient accumulation, and the gradients, "
                 "which are sharded across ranks, were not saved"
             )
-        if "step" not in self._left:
-            self._restore_gradients(state["gradients"] or {})
-        if "schedulers" not in self._left:
-            self._restore_each("scheduler", accelerator._schedulers, state["schedulers"])
-        if (
-            "scaler" not in self._left
-            and accelerator.scaler is not None
-            and state["scaler"] is not None
+        if "step" not in left:
+            problems += _restore_gradients(accelerator, state["gradients"] or {})
+        scalers = [] if accelerator.scaler is None else [accelerator.scaler]
+        for part, what, things, saved in (
+            ("schedulers", "scheduler", accelerator._schedulers, state["schedulers"]),
+            ("scaler", "gradient scaler", scalers, [state["scaler"]]),
+            ("custom", "custom object", accelerator._custom_objects, state["custom"]),
         ):
-            self._restore_each("gradient scaler", [accelerator.scaler], [state["scaler"]])
-        if "custom" not in self._left:
-            self._restore_each("custom object", accelerator._custom_objects, state["custom"])
-
-    def _restore_step(self) -> None:
-        """Restore the count of batches within an accumulation, or begin a complete one where it is
-        another one.
-
-        The symptom: saved after 5 steps of 2 batches, the first step of a run with 4 batches had 2,
-        scaled by 1/4.
-        """
-        accelerator, state = self._accelerator, self._state
-        step = state["step"]
-        if not self._is_same_world or (
-            state["accumulation"] != accelerator.gradient_accumulation_steps
-            and not state["gradients"]
-        ):
-            step = 0
-        accelerator.step = step
-        self._checks.append(("accelerator.step", step, lambda: accelerator.step))
-
-    def _restore_each(
-        self, what: str, things: Sequence[Any], saved: Sequence[State | None]
-    ) -> None:
-        for number, (thing, described) in enumerate(zip(things, saved, strict=False)):
-            name = f"{what} {number}" if len(things) > 1 else what
-            if described is None:
-                continue
-            if "state" not in described:
-                self._compare_fingerprint(name, thing, described["fingerprint"])
-                continue
-            wanted = from_plain(described["state"])
-            if first_difference(wanted, _comparable(thing.state_dict())) is not None:
-                thing.load_state_dict(wanted)
-            self._checks.append((name, wanted, lambda thing=thing: _comparable(thing.state_dict())))  # type: ignore[misc]
-
-    def _compare_fingerprint(self, name: str, thing: Any, wanted: str) -> None:
-        state = thing.state_dict()
-        if wanted not in (fingerprint(state), fingerprint(_sampled(state))):
-            self._problems.append(
-                f"{name}: the state of this rank was different, but the run state could not store "
-                "it (too large, or not plain values)"
-            )
-
-    def _restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        parameters = dict(_named_parameters(self._accelerator))
-        unknown = [name for name in gradients if name not in parameters]
-        if unknown:
-            self._problems.append(
-                f"gradients of {list_names(unknown)}: this run has no such parameter"
-            )
-        for name, gradient in gradients.items():
-            if name in parameters:
-                parameter = parameters[name]
-                parameter.grad = gradient.to(parameter.device, copy=True)
-        if gradients:
-            self._accelerator.gradient_state._set_sync_gradients(False)
-
-    def _order_moments(self) -> None:
-        """Give each parameter the moments of its name: optimizer.bin has them in the order of the
-        saving rank 0.
-        """
-        accelerator = self._accelerator
-        if accelerator.distributed_type in SHARDED:
-            return
-        try:
-            saved = (
-                self._state["parameters"]
-                if self._state["rank"] == 0
-                else read(self._folder, 0)["parameters"]
-            )
-        except (OSError, ValueError):
-            saved = self._state["parameters"]
-        now = _parameter_names(accelerator)
-        optimizers = [
-            one
-            for one in map(innermost, accelerator._optimizers)
-            if isinstance(one, torch.optim.Optimizer)
-        ]
-        if len(saved) != len(now):
-            return
-        for optimizer, before, after in zip(optimizers, saved, now, strict=True):
-            is_same = [sorted(group) for group in before] == [sorted(group) for group in after]
-            is_named = all("" not in group and len(set(group)) == len(group) for group in before)
-            if (
-                before != after and is_same and is_named
-            ):  # under other names, the position alone says whose they are
-                _reorder(optimizer, before, after)
-
-    def _restore_unprepared(self) -> None:
-        saved, there = self._state["unprepared"], _unprepared_schedulers(self._accelerator)
+            if part not in left:
+                said, made = _restore_each(what, things, saved)
+                problems, checks = problems + said, checks + made
+    if not is_same_accumulation:
+        problems.append(
+            f"saved with gradient_accumulation_steps={state['accumulation']}, "
+            f"now {accelerator.gradient_accumulation_steps}"
+        )
+    if "step" not in left:
+        # With other accumulation a complete one begins. The symptom: saved after 5 steps of 2
+        # batches, the first step of a run with 4 batches had 2, scaled by 1/4.
+        goes_on = is_same_world and (is_same_accumulation or state["gradients"])
+        step = accelerator.step = state["step"] if goes_on else 0
+        checks.append(("accelerator.step", step, lambda: accelerator.step))
+    if "optimizers" not in left and accelerator.distributed_type not in SHARDED:
+        _order_moments(accelerator, main["parameters"])
+    if "schedulers" not in left:
+        saved, there = state["unprepared"], _unprepared_schedulers(accelerator)
         wanted = [(one["optimizer"], one["type"]) for one in saved]
         if wanted and wanted != [(number, type(one).__name__) for number, one in there]:
-            self._problems.append(
+            problems.append(
                 f"scheduler {saved[0]['type']} was not prepared, so the checkpoint does not "
                 "contain it; pass it to prepare()"
             )
-        elif wanted and self._is_same_world:
-            self._restore_each("unprepared scheduler", [one for _, one in there], saved)
-
-    def _restore_loaders(self, random: GeneratorStates) -> None:
-        saved: list[Position | str] = []
-        moment = SaveMoment(random)
-        for value in self._state["loaders"]:
-            position = value if isinstance(value, str) else Position.from_plain(value)
-            if not isinstance(position, str):
-                position.save = moment
-            saved.append(position)
-        if not self._is_same_world:
-            saved = loader_positions.for_other_world(self._accelerator, saved, self._state["world"])
-        found = loader_positions.go_on_from(self._accelerator, saved)
-        if self._is_same_world:
-            self._problems += found
-
-    def _compare(self) -> None:
-        """Read back: name the first state that is not what the file says."""
-        for name, wanted, current in self._checks:
-            difference = first_difference(wanted, current())
-            if difference is not None:
-                at = f" ({difference})" if difference else ""
-                self._problems.append(f"{name}: after loading, it differs from the checkpoint{at}")
-                return
+        elif wanted and is_same_world:
+            said, made = _restore_each("unprepared scheduler", [one for _, one in there], saved)
+            problems, checks = problems + said, checks + made
+    if "dataloaders" not in left:
+        positions = _positions(state, random)
+        if is_same_world:
+            problems += loader_positions.go_on_from(accelerator, positions)
+        else:
+            positions = loader_positions.for_other_world(accelerator, positions, state["world"])
+            loader_positions.go_on_from(accelerator, positions)
+    left_as_loaded = capture()
+    problems += _first_problem(checks)
+    # Last, as states of custom objects may draw from the generators when they are read back.
+    if "rng" in left:
+        restore(left_as_loaded)
+    elif is_same_world:
+        restore(random)
+        problems += _first_problem([("random generators", random, capture)])
+    else:
+        _seed_anew(random, accelerator.process_index, state)
+    return problems
 
 
-def _comparable(state: Any) -> Any:
+def _restore_each(
+    what: str, things: Sequence[Any], saved: Sequence[State | None]
+) -> tuple[list[str], list[Check]]:
+    """Restore objects that have a ``state_dict``; return what is not as it was, and what to compare
+    in the end.
+    """
+    problems: list[str] = []
+    checks: list[Check] = []
+    for number, (thing, described) in enumerate(zip(things, saved, strict=False)):
+        name = f"{what} {number}" if len(things) > 1 else what
+        if described is None:
+            continue
+        if "state" in described:
+            wanted = from_plain(described["state"])
+            if first_difference(wanted, _comparable(thing)) is not None:
+                thing.load_state_dict(wanted)
+            checks.append((name, wanted, partial(_comparable, thing)))
+            continue
+        state = thing.state_dict()
+        if described["fingerprint"] not in (fingerprint(state), fingerprint(_sampled(state))):
+            problems.append(
+                f"{name}: the state of this rank was different, but the run state could not store "
+                "it (too large, or not plain values)"
+            )
+    return problems, checks
+
+
+def _restore_gradients(accelerator: Any, gradients: Mapping[str, torch.Tensor]) -> list[str]:
+    parameters = dict(_named_parameters(accelerator))
+    for name in gradients.keys() & parameters.keys():
+        parameters[name].grad = gradients[name].to(parameters[name].device, copy=True)
+    if gradients:
+        accelerator.gradient_state._set_sync_gradients(False)
+    unknown = [name for name in gradients if name not in parameters]
+    return (
+        [f"gradients of {list_names(unknown)}: this run has no such parameter"] if unknown else []
+    )
+
+
+def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Give each parameter the moments of its name: optimizer.bin has them in the order of the
+    saving rank 0. ``saved``: the names in that order, by optimizer and group.
+    """
+    now = _parameter_names(accelerator)
+    optimizers = [
+        one
+        for one in map(innermost, accelerator._optimizers)
+        if isinstance(one, torch.optim.Optimizer)
+    ]
+    if len(saved) != len(now):
+        return
+    for optimizer, before, after in zip(optimizers, saved, now, strict=True):
+        is_same = [sorted(group) for group in before] == [sorted(group) for group in after]
+        is_named = all("" not in group and len(set(group)) == len(group) for group in before)
+        if before == after or not is_same or not is_named:
+            continue  # under other names, the position alone says whose they are
+        for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
+            loaded = {
+                name: optimizer.state.pop(parameter, None)
+                for name, parameter in zip(old, group["params"], strict=True)
+            }
+            for name, parameter in zip(new, group["params"], strict=True):
+                if loaded[name] is not None:
+                    optimizer.state[parameter] = loaded[name]
+
+
+def _positions(state: State, random: GeneratorStates) -> list[Position | str]:
+    """Return the positions of loaders, which share the moment of the save."""
+    moment = SaveMoment(random)
+    saved: list[Position | str] = []
+    for value in state["loaders"]:
+        if isinstance(value, str):
+            saved.append(value)
+        else:
+            saved.append(replace(Position.from_plain(value), save=moment))
+    return saved
+
+
+def _first_problem(checks: Sequence[Check]) -> list[str]:
+    """Read back: name the first state that is not what the file says."""
+    for name, wanted, current in checks:
+        difference = first_difference(wanted, current())
+        if difference is not None:
+            at = f" ({difference})" if difference else ""
+            return [f"{name}: after loading, it differs from the checkpoint{at}"]
+    return []
+
+
+def _comparable(thing: Any) -> Any:
+    state = thing.state_dict()
     try:
         return from_plain(plain(state))
     except TypeError:
         return state
-
-
-def _reorder(
-    optimizer: Any, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]
-) -> None:
-    """Move moments that were loaded by position to the parameters whose names they belong to."""
-    for group, saved, now in zip(optimizer.param_groups, before, after, strict=True):
-        loaded = {
-            name: optimizer.state.pop(one, None)
-            for name, one in zip(saved, group["params"], strict=True)
-        }
-        for name, parameter in zip(now, group["params"], strict=True):
-            if loaded[name] is not None:
-                optimizer.state[parameter] = loaded[name]
 
 
 def _seed_anew(random: GeneratorStates, rank: int, state: State) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckptfix.training.resuming.generators import GeneratorStates, from_plain, plain
 from ckptfix.training.resuming.worker_states import WorkerStates
@@ -17,13 +18,9 @@ class Moment(Struct, frozen=True):
     everywhere: GeneratorStates
     held: Mapping[str, Any]
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return values that ``from_plain`` reads."""
-        return {"everywhere": self.everywhere.as_plain(), "held": plain(self.held)}
-
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "Moment":
-        """Return the moment that ``as_plain`` described."""
+        """Return the moment of which ``plain`` made this value."""
         return cls(GeneratorStates.from_plain(value["everywhere"]), from_plain(value["held"]))
 
 
@@ -68,43 +65,14 @@ class Position(Struct):
 
     def as_plain(self) -> dict[str, Any]:
         """Return values that ``from_plain`` reads; ``save`` is written once for all loaders."""
-        return {
-            "signature": list(self.signature),
-            "iteration": self.iteration,
-            "held": plain(self.held),
-            "per_batch": self.per_batch,
-            "fetched": self.fetched,
-            "is_at_end": self.is_at_end,
-            "start": None if self.start is None else self.start.as_plain(),
-            "ahead": None if self.ahead is None else self.ahead.as_plain(),
-            "seed": self.seed,
-            "stateful": plain(self.stateful),
-            "is_fresh": self.is_fresh,
-            "workers": None if self.workers is None else plain(self.workers.as_plain()),
-            "made": None if self.made is None else self.made.as_plain(),
-            "problem": self.problem,
-        }
+        return {name: plain(value) for name, value in asdict(self).items() if name != "save"}
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "Position":
         """Return the position that ``as_plain`` described."""
-        return cls(
-            signature=tuple(value["signature"]),
-            iteration=int(value["iteration"]),
-            held=from_plain(value["held"]),
-            per_batch=int(value["per_batch"]),
-            fetched=value["fetched"],
-            is_at_end=bool(value["is_at_end"]),
-            start=None if value["start"] is None else Moment.from_plain(value["start"]),
-            ahead=None if value["ahead"] is None else Moment.from_plain(value["ahead"]),
-            seed=value["seed"],
-            stateful=from_plain(value["stateful"]),
-            is_fresh=bool(value["is_fresh"]),
-            workers=(
-                None
-                if value["workers"] is None
-                else WorkerStates.from_plain(from_plain(value["workers"]))
-            ),
-            made=None if value["made"] is None else Moment.from_plain(value["made"]),
-            problem=str(value["problem"]),
-        )
+        values = from_plain(value)
+        for name in ("start", "ahead", "made"):
+            values[name] = None if values[name] is None else Moment.from_plain(values[name])
+        workers = values["workers"]
+        values["workers"] = None if workers is None else WorkerStates(**workers)
+        return cls(**{**values, "signature": tuple(values["signature"])})

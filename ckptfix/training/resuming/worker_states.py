@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import Struct, field
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import pin_memory
 from torch.utils.data._utils.worker import _generate_state
@@ -43,15 +43,6 @@ class WorkerStates(Struct, frozen=True):
     begun: Mapping[int, Report] = field(default_factory=dict)
     phase: int = 0
     is_reused: bool = False
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return a dict of which ``from_plain`` makes this again."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, value: Mapping[str, Any]) -> "WorkerStates":
-        """Return the states that ``as_plain`` described."""
-        return cls(**value)
 
 
 class Workers:

@@ -96,20 +96,6 @@ _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of them of which a save was checked."""
 
 
-class _Clean(NamedTuple):
-    """Loads of a save in which the rules found nothing. ``numbers``: the samples that they read,
-    which held other numbers than zero: of the weights of an adapter they ask nothing else.
-    """
-
-    loads: list[Load]
-    numbers: list[tuple[int, str, int]]
-
-
-_clean: "weakref.WeakKeyDictionary[Any, dict[PurePosixPath, _Clean]]" = weakref.WeakKeyDictionary()
-"""One of them -> the last save of each of its sub-folders, where it was clean. The rules took half
-of the time, 4 ms of 8 shards, to say the same of the same headers.
-"""
-
 _too_long: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of them whose check reached a limit: each later one would cost as much."""
 
@@ -183,7 +169,6 @@ def forget() -> None:
     _said.clear()
     _last.clear()
     _seen.clear()
-    _clean.clear()
     _too_long.clear()
 
 
@@ -240,7 +225,7 @@ def _check(
     scans = dict(_scans(folder, below, budget))
     for where, scan in scans.items():
         place = f"{name}/{where}" if where.name else str(name)
-        for finding in _findings(scan, max((*steps.values(), step or 0)), where, subject, budget):
+        for finding in _findings(scan, max((*steps.values(), step or 0)), budget):
             trained = _trained(models)
             # Another model than that of this save may have made the steps. A Trainer has one.
             if trained or step is not None or not isinstance(finding, UntrainedAdapter):
@@ -294,54 +279,26 @@ def _header_size(path: Path, name: FileName) -> int:
     return min(int.from_bytes(read_start(path, 8) or b"", "little"), path.stat().st_size)
 
 
-def _findings(
-    scan: CheckpointFolder, steps: int, where: PurePosixPath, subject: object, budget: _Budget
-) -> Iterator[Finding]:
+def _findings(scan: CheckpointFolder, steps: int, budget: _Budget) -> Iterator[Finding]:
     """Yield the findings about loads that are worth a warning."""
     groups = group_files(scan)
     loads = [*loads_of(scan, groups, libraries=JUDGED, count_steps=lambda: steps)]
     loads += adapters_without_config(scan, groups, loads)
     loads += lora_of_diffusers(scan, groups)
-    judged = [load._replace(sample=_unread, steps=min(load.steps, 1)) for load in loads]
-    asked: list[tuple[int, str, int]] = []
-    samples = [_metered(number, load, asked, budget) for number, load in enumerate(loads)]
-    last = _clean.get(subject, {}).get(where)
-    if (
-        last is not None
-        and last.loads == judged
-        and all(_has_numbers(samples[number](key, size)) for number, key, size in last.numbers)
-    ):
-        return
-    asked.clear()
-    metered = [load._replace(sample=samples[number]) for number, load in enumerate(loads)]
-    findings = [told for told in diagnose_loads(metered) if isinstance(told, Finding)]
-    if not findings and all(loads[number].library == "peft" for number, _, _ in asked):
-        with suppress(TypeError):  # no weak reference to it
-            _clean.setdefault(subject, {})[where] = _Clean(judged, asked)
-    for finding in findings:
+    for told in diagnose_loads([load._replace(sample=_metered(load, budget)) for load in loads]):
         # A resume reads DeepSpeed's own folder, so check gives a note. Who takes the adapter alone
         # has nothing.
-        if finding.severity is not Severity.NOTE or isinstance(finding, UngatheredParts):
-            yield finding
+        if isinstance(told, Finding) and (
+            told.severity is not Severity.NOTE or isinstance(told, UngatheredParts)
+        ):
+            yield told
 
 
-def _unread(key: str, size: int) -> None:
-    """Stand in for the samples of a load in a comparison of two."""
-
-
-def _has_numbers(data: bytes | None) -> bool:
-    """Return whether a sample holds a number that is neither zero nor minus zero."""
-    return data is not None and bool(data.strip(b"\0\x80"))
-
-
-def _metered(
-    number: int, load: Load, asked: list[tuple[int, str, int]], budget: _Budget
-) -> Callable[[str, int], bytes | None]:
-    """Return the samples of the load of a number, noted and taken from the budget."""
+def _metered(load: Load, budget: _Budget) -> Callable[[str, int], bytes | None]:
+    """Return the samples of a load, taken from the budget."""
 
     def metered(key: str, size: int) -> bytes | None:
         budget.take(size)
-        asked.append((number, key, size))
         return load.sample(key, size)
 
     return metered

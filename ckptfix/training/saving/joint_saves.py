@@ -74,7 +74,6 @@ class JointSave:
         self._rotate = rotate
         self._undo = undo
         self._ranks = Ranks(accelerator)
-        self._store: Any = None
         self._is_on_nodes = False
         self._staging: StagedSave
         self._owns = False
@@ -86,7 +85,7 @@ class JointSave:
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             return [word]
-        words, self._store = meet(
+        words = meet(
             accelerator.process_index,
             accelerator.num_processes,
             f"{int(accelerator.is_local_main_process)}{word}",
@@ -132,15 +131,13 @@ class JointSave:
         """
         accelerator = self._accelerator
 
-        def make() -> list[Any]:
+        def make() -> StagedSave:
             self._staging = plan()
             self._owns = begin(self._staging)
-            return self._staging.as_plain()
+            return self._staging
 
         with self._abandoned():
-            self._staging = StagedSave.from_plain(
-                self._ranks.on_main(make, self._what, self._store)
-            )
+            self._staging = self._ranks.on_main(make, self._what)
         if self._is_on_nodes:
             with self._on_all():
                 if accelerator.is_local_main_process and not accelerator.is_main_process:

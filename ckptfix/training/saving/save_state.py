@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -195,9 +195,8 @@ class _Save:
         if self._config.automatic_checkpoint_naming:
             self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
         accelerator = self._accelerator
-        folder, digests = self._staging.folder, self._digests
+        folder = self._staging.folder
         with (
-            nullcontext() if digests is None else digests.watching(folder, self._writes_whole),
             # Accelerate writes into the folder it is given; names, numbers and rotation are done
             # here.
             replaced(self._config, automatic_checkpoint_naming=False),
@@ -244,14 +243,6 @@ class _Save:
         """
         rank = _rank_of(name)
         return rank is not None and rank == int(self._accelerator.process_index)
-
-    def _writes_whole(self, name: str) -> bool:
-        """Return whether this process writes a file from beginning to end: that of its rank, or one
-        for all ranks.
-        """
-        if _rank_of(name) is not None:
-            return self._is_mine(name)
-        return bool(self._accelerator.is_main_process) and role_of(name) is not None
 
     def _manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
         """Complete the files that every process writes, and return what makes the manifest of all

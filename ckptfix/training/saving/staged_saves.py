@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -261,23 +260,6 @@ class StagedSave(Struct, frozen=True):
         """The place that a save is uploaded to."""
         return place_at(self.url or self.target)
 
-    def as_plain(self) -> list[Any]:
-        """Return values of JSON that ``from_plain`` reads."""
-        return [
-            str(self.target),
-            str(self.folder),
-            self.how.value,
-            self.processes,
-            self.trainer,
-            self.url,
-        ]
-
-    @classmethod
-    def from_plain(cls, values: list[Any]) -> "StagedSave":
-        """Return the save that ``as_plain`` described."""
-        target, folder, how, *rest = values
-        return cls(Path(target), Path(folder), How(how), *rest)
-
     def replaced(self) -> set[str]:
         """Return the files, relative, of the target that this save replaces or removes."""
         return replaced_files(self.target, trainer=self.trainer)
@@ -374,15 +356,15 @@ def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
     _widen_modes(folder)
     sync_tree(folder)
     manifest = describe() if callable(describe) else describe
-    is_in_place = False
-    while not is_in_place:
+    while True:
         # Looked at again: files may have come while we were writing, and this may be another disk
         # than the main one's.
         how = How.INSIDE if folder.parent == target / JOURNAL else _how(staging)
-        is_in_place = how is not How.INSIDE and _put_in_place(staging, how, manifest)
         if how is How.INSIDE:
             _move_in(staging, manifest)
-            is_in_place = True
+            break
+        if _put_in_place(staging, how, manifest):
+            break
     shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
     release(folder)
 
@@ -492,7 +474,12 @@ def _put_in_place(staging: StagedSave, how: How, manifest: bytes) -> bool:
     sync_folder(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     if how is How.NEW:
-        if not _rename_new(folder, target):
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Another process has put its files there meanwhile.
             shutil.rmtree(folder / JOURNAL)
             return False
     else:
@@ -510,17 +497,6 @@ def _put_in_place(staging: StagedSave, how: How, manifest: bytes) -> bool:
     sync_folder(target.parent)
     if folder.parent != target.parent:
         sync_folder(folder.parent)
-    return True
-
-
-def _rename_new(folder: Path, target: Path) -> bool:
-    """Give a folder its name; False when another process has put its files there meanwhile."""
-    try:
-        os.rename(folder, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
     return True
 
 
@@ -713,14 +689,12 @@ def rotate_steps(saved: Path, limit: int, *, best: Path | None) -> list[Path]:
         for one in found
         if one.problem is None and step is not None and one.number <= step
     ]
-    kept = {path for path in ours if best is not None and _is_same(path, best)} | {saved}
+    kept = {saved}
+    if best is not None:
+        kept |= {path for path in ours if os.path.realpath(path) == os.path.realpath(best)}
     others = [path for path in ours if path not in kept]
     old = others[max(0, limit - len(kept)) :]
     return [path for path in old if not path.is_symlink() and _discard(path)]
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _discard(path: Path) -> bool:
@@ -749,20 +723,14 @@ def _was_saved(path: AnyPath) -> bool:
     ours to remove.
     """
     roles = {role_of(name) for name in names_in(path)}
-    return (
-        _has_manifest_of_save(path)
-        or (path / UPLOAD).exists()
-        or Role.RNG_STATE in roles
-        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
-    )
-
-
-def _has_manifest_of_save(path: AnyPath) -> bool:
-    """Return whether a save left its manifest: ``ckptfix seal`` writes one into folders of
-    anybody's.
-    """
     try:
         manifest = read_manifest(path)
     except (FormatError, OSError):
         return True
-    return manifest is not None and manifest.is_of_a_save
+    return (
+        # ``ckptfix seal`` writes one into folders of anybody's.
+        (manifest is not None and manifest.is_of_a_save)
+        or (path / UPLOAD).exists()
+        or Role.RNG_STATE in roles
+        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
+    )
