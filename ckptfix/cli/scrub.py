@@ -67,7 +67,7 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.option(
     "--max-duration",
     metavar="TIME",
-    help="Stop after this time, such as 6h; the next run continues from there.",
+    help="Begin no file after this time, such as 6h; the next run continues from there.",
 )
 @click.option(
     "--max-age", metavar="TIME",
@@ -231,11 +231,5 @@ def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iter
         )
         yield line(
             f"time limit reached; remaining: {left}; to continue, run the same command again"
-        )
-    if scrub.total.stopped:
-        yield line(
-            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run continues "
-            "within files that have range digests, and restarts all others from their first "
-            "byte; to write range digests: ckptfix seal --ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

@@ -5,9 +5,6 @@ words.
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import Literal
-
-from typing_extensions import assert_never
 
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
 from ckptfix.storage.files import relative
@@ -22,8 +19,6 @@ from ckptfix.verification.verify_report import (
     file_item,
     judge,
 )
-
-_Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
 
 _SHOWN = 3
 """Ranges of a file that a message names."""
@@ -49,18 +44,13 @@ def describe_tensors(
     for one in judgements:
         where = homes.get(one.key, one.key.label)
         have = found.get(one.key)
-        change = _with_tail(one, have)
-        text = ""
-        if one.outcome is Outcome.NOT_CHECKED:
-            text = _unread(have)
-        elif change is not None:
-            text = _tensor(change, one, recorded, have, source)
-            if (
-                have is not None
-                and change is not Change.EXTRA
-                and files.get(where) is Outcome.DIFFER
-            ):
-                text += f"; the digest of {where} also differs"
+        change, text = _described(one, have, recorded.get(one.key, ""), "changed", source)
+        if (
+            one.change not in (None, Change.EXTRA)
+            and have is not None
+            and files.get(where) is Outcome.DIFFER
+        ):
+            text += f"; the digest of {where} also differs"
         yield Item(
             kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change,
             text=text, other="" if one.other is None else homes.get(one.other, one.other.label),
@@ -80,14 +70,14 @@ def describe_files(
     tensor matches.
     """
     for one in judgements:
-        have = found.get(one.key)
-        change = _with_tail(one, have)
-        text = ""
-        if one.outcome is Outcome.NOT_CHECKED:
-            text = _unread(have)
-        elif change is not None:
-            text = _file_text(change, one, recorded, have, sizes.get(one.key, (0, None)))
-            if one.key in intact and change in (Change.CHANGED, Change.ZERO_TAIL):
+        change, text = _described(
+            one, found.get(one.key), recorded.get(one.key, ""), "differs", "the manifest"
+        )
+        if one.change is Change.CHANGED:
+            now, was = sizes.get(one.key, (0, None))
+            if was is not None and was != now:
+                text = f"has {now} bytes, expected {was}; {text}"
+            if one.key in intact:
                 text += (
                     "; every tensor in it matches, so the difference is in its header or between "
                     "tensors"
@@ -98,93 +88,44 @@ def describe_files(
         )  # fmt: skip
 
 
-def _unread(have: Hashed | None) -> str:
-    return refusal(have.problem) if have is not None and have.problem else ""
-
-
-def _with_tail(
-    one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None
-) -> Change | None:
-    is_tail = one.change is Change.CHANGED and have is not None and have.zeros >= _TAIL
-    return Change.ZERO_TAIL if is_tail else one.change
-
-
-def _tensor(
-    change: Change,
-    one: Judgement[TensorLocation],
-    recorded: Mapping[TensorLocation, str],
+def _described(
+    one: Judgement[TensorLocation] | Judgement[str],
     have: Hashed | None,
+    want: str,
+    verb: str,
     source: str,
-) -> str:
-    want = recorded.get(one.key, "")
-    match change:
-        case Change.CHANGED:
-            return f"changed: {_digests(have, want)}"
-        case Change.ZERO_TAIL:
-            zeros = have.zeros if have is not None else 0
-            return f"changed, and its last {zeros} bytes are zero: {_digests(have, want)}"
-        case Change.RENAMED:
-            return f"renamed to {one.other}"
-        case Change.MOVED:
-            return f"moved to {one.other.label if one.other is not None else '?'}"
-        case _:
-            return _elsewhere(change, one.other, _digests(have, want), source)
-
-
-def _file_text(
-    change: Change,
-    one: Judgement[str],
-    recorded: Mapping[str, str],
-    have: Hashed | None,
-    size: tuple[int, int | None],
-) -> str:
-    now, was = size
-    want = recorded.get(one.key, "")
-    sizes = f"has {now} bytes, expected {was}; " if was is not None and was != now else ""
-    match change:
-        case Change.CHANGED:
-            return f"{sizes}differs: {_digests(have, want)}"
-        case Change.ZERO_TAIL:
-            zeros = have.zeros if have is not None else 0
-            return f"{sizes}differs, and its last {zeros} bytes are zero: {_digests(have, want)}"
-        case Change.RENAMED:
-            return f"renamed to {one.other}"
-        case Change.MOVED:
-            return f"moved to {one.other}"
-        case _:
-            return _elsewhere(change, one.other, _digests(have, want), "the manifest")
-
-
-def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> str:
-    """Describe what is the same for files and tensors: one in another's place, one missing, or one
-    more.
+) -> tuple[Change | None, str]:
+    """Return what happened, and the sentence for it, "" for a match. ``source``: what has the
+    digests.
     """
-    match change:
-        case Change.SWAPPED:
-            return f"swapped with {other}: each has the content recorded for the other"
-        case Change.REPLACED:
-            return f"has the content recorded for {other}: {digests}"
-        case Change.MISSING:
-            return "is missing"
-        case Change.EXTRA:
-            return f"is not in {source}"
-        case _:
-            assert_never(change)
+    if one.outcome is Outcome.NOT_CHECKED:
+        return one.change, refusal(have.problem) if have is not None and have.problem else ""
+    if one.change is Change.CHANGED and have is not None:
+        if have.zeros < _TAIL:
+            return one.change, f"{verb}: {_digests(have, want)}"
+        tail = f"{verb}, and its last {have.zeros} bytes are zero: {_digests(have, want)}"
+        return Change.ZERO_TAIL, tail
+    words = {
+        None: "",
+        Change.SWAPPED: f"swapped with {one.other}: each has the content recorded for the other",
+        Change.RENAMED: f"renamed to {one.other}",
+        Change.MISSING: "is missing",
+        Change.EXTRA: f"is not in {source}",
+    }
+    return one.change, words[one.change]
 
 
-def _digests(have: Hashed | None, want: str) -> str:
-    if "-" in want and have is not None:
-        return _ranges(have.digest.split("-"), want.split("-"))
-    name = "sha256" if len(want) == 64 else "git blob id"
-    return f"{name} {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
-
-
-def _ranges(have: list[str], want: list[str]) -> str:
-    """Name the ranges of a file that differ from what was recorded."""
-    numbers = [number for number, pair in enumerate(zip_longest(have, want)) if len(set(pair)) > 1]
+def _digests(have: Hashed, want: str) -> str:
+    """Return both digests in words, or the numbers of the ranges of a file that differ."""
+    if "-" not in want:
+        name = "sha256" if len(want) == 64 else "git blob id"
+        return f"{name} {have.digest[:12]}, was {want[:12]}"
+    ranges = want.split("-")
+    pairs = zip_longest(have.digest.split("-"), ranges)
+    numbers = [number for number, pair in enumerate(pairs) if len(set(pair)) > 1]
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     named = ", ".join(map(str, numbers[:_SHOWN])) + more
-    return f"{'range' if len(numbers) == 1 else 'ranges'} {named} of {len(want)}, counted from 0"
+    return f"{'range' if len(numbers) == 1 else 'ranges'} {named} of {len(ranges)}, counted from 0"
 
 
 _NO_DIGEST = "no digest was recorded"
@@ -253,8 +194,7 @@ def _tensor_judgements(
         unknown = _unrecorded(contents, recorded)
         found = {place: one for place, one in places.items() if place.label not in unknown}
         digests_found = {place: one.digest for place, one in found.items()}
-        zeros = _zeros(contents, found) if digests_found != digests else set()
-        yield from judge(digests, digests_found, name_of=_fqn, plain=zeros)
+        yield from judge(digests, digests_found, name_of=lambda place: place.fqn)
     for weights in contents.weights:
         if not digests or weights.label in unknown:
             yield from (
@@ -280,25 +220,6 @@ def _unrecorded(contents: Contents, recorded: Recorded) -> frozenset[str]:
     )
 
 
-def _fqn(place: TensorLocation) -> str:
-    return place.fqn
-
-
-def _file_name(path: str) -> str:
-    return PurePosixPath(path).name
-
-
-def _zeros(contents: Contents, found: Mapping[TensorLocation, Hashed]) -> set[str]:
-    """Return the digests of the tensors that are zero in every byte."""
-    return {
-        one.digest
-        for weights in contents.weights
-        for name, tensor in weights.named().items()
-        for one in (found.get(TensorLocation(weights.label, name)),)
-        if one is not None and one.digest and one.zeros >= tensor.nbytes
-    }
-
-
 def _file_items(
     contents: Contents,
     recorded: Recorded,
@@ -311,14 +232,11 @@ def _file_items(
         if isinstance(key, str) and (key in recorded.sha256 or key not in recorded.sizes)
     }
     sizes = {name: (state.size, recorded.sizes.get(name)) for name, state in contents.files.items()}
-    empty = {one.digest for name, one in found.items() if one.zeros >= contents.files[name].size}
     digests = {name: one.digest for name, one in found.items()}
-    judged = judge(recorded.sha256, digests, name_of=_file_name, plain=empty)
+    judged = judge(recorded.sha256, digests, name_of=lambda path: PurePosixPath(path).name)
     known = [one for one in judged if one.change is not Change.EXTRA]
     yield from describe_files(known, recorded.sha256, found, sizes, intact)
-    told = {one.key for one in known} | {
-        one.other for one in known if one.change in (Change.RENAMED, Change.MOVED)
-    }
+    told = {one.key for one in known} | {one.other for one in known}
     for name in sorted((contents.files.keys() | recorded.sizes.keys() | recorded.repaired) - told):
         yield file_without_digest(name, contents, recorded)
     for name, why in contents.special.items():

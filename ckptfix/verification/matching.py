@@ -83,6 +83,15 @@ def crossed(
             yield one, other
 
 
+def uncrossed(
+    pairs: Iterable[tuple[Weights | None, Weights | None]],
+) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of ``moved`` that are not crossed: worth a note, but no difference in itself."""
+    every = list(pairs)
+    known = {id(one) for one, _ in crossed(every)}
+    yield from (pair for pair in moved(every) if id(pair[0]) not in known)
+
+
 def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B") -> str:
     """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are
     called.

@@ -36,6 +36,7 @@ from ckptfix.tensors.stored import (
     Weights,
     tensor_digest,
 )
+from ckptfix.verification.diff_report import ValueDiff
 from ckptfix.verification.matching import Matched, match_names
 from ckptfix.wording import list_names
 
@@ -98,17 +99,6 @@ def left_of(weights: Weights, of_optimizers: Collection[PurePosixPath]) -> tuple
     return tuple(name for name in weights.left if not (is_compared and name == _OF_DEEPSPEED))
 
 
-class Difference(NamedTuple):
-    """A state of one element or a hyperparameter that differs. ``names``: of the parameters with
-    these two values.
-    """
-
-    name: str
-    a: Any
-    b: Any
-    names: tuple[str, ...]
-
-
 class OptimizerPair(Struct, frozen=True, kw_only=True):
     """An optimizer of each side, under the same names.
 
@@ -124,7 +114,7 @@ class OptimizerPair(Struct, frozen=True, kw_only=True):
     tensors: tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]
     words: str
     values: Mapping[str, int]
-    differences: tuple[Difference, ...]
+    differences: tuple[ValueDiff, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -308,10 +298,11 @@ class _Values:
         if not _are_equal(one, other, self._tolerance):
             self._found.setdefault((key, repr(one), repr(other)), (one, other, []))[2].append(name)
 
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> tuple[ValueDiff, ...]:
         """Return the values that differ."""
         return tuple(
-            Difference(key[0], a, b, tuple(names)) for key, (a, b, names) in self._found.items()
+            ValueDiff(name=key[0], a=a, b=b, parameters=tuple(names))
+            for key, (a, b, names) in self._found.items()
         )
 
 

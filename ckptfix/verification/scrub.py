@@ -31,7 +31,7 @@ from ckptfix.storage.files import AnyPath, absolute, has_gone, objects_of, relat
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Progress, Share
 from ckptfix.storage.paths import JOURNAL, command, listed_files
-from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
+from ckptfix.tensors.hashing import FileJob, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
 from ckptfix.verification.scrub_state import Look, Reading, State
 from ckptfix.verification.verify import verify
@@ -51,16 +51,6 @@ _DAMAGED = VERDICTS[0]
 _REMOVED, _NOT_REACHED = "removed", "not reached"
 ORDER = (*VERDICTS, _REMOVED, _NOT_REACHED)
 _UNREAD = "could not be read: "
-_STOPPED = re.compile(r"stopped: (\d+) (ranges|s)")
-"""The text that the state has of a file that was not read to its end: the ranges that were, or how
-long it was read.
-"""
-
-_MORE_TIME = 1.1
-"""Times that a stopped file is read at least as long as before: otherwise it would take the time of
-every run.
-"""
-
 _TENSORS = "tensors of all models"
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -99,13 +89,15 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
     still are.
 
     The rest was never read as it is. ``oldest``: when the file was read that was read first, 0.0
-    for none. ``due``: how many files were left out because the time was over; ``stopped``: how many
-    of them were read in part.
+    for none. ``due``: how many files were left out because the time was over.
     """
 
     json_keys: ClassVar = (
         "files bytes=nbytes read read_bytes before never due stopped oldest=oldest_text"
     )
+
+    # 0.5.0 stopped within files; scripts may still ask for the key.
+    stopped: ClassVar = 0
 
     files: int = 0
     nbytes: int = 0
@@ -113,7 +105,6 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
     read_bytes: int = 0
     before: int = 0
     due: int = 0
-    stopped: int = 0
     oldest: float = 0.0
 
     @property
@@ -128,7 +119,7 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
 
     def plus(self, other: "Data") -> "Data":
         """Return the sum of two."""
-        names = ("files", "nbytes", "read", "read_bytes", "before", "due", "stopped")
+        names = ("files", "nbytes", "read", "read_bytes", "before", "due")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Data(**sums, oldest=min(filter(None, (self.oldest, other.oldest)), default=0.0))
 
@@ -136,11 +127,10 @@ class Data(Serialized, Struct, frozen=True, kw_only=True):
         if not self.files:
             return "no digests"
         since = f" (since {moment(self.oldest)[:10]})" if self.before else ""
-        stopped = f" ({self.stopped} stopped halfway)" if self.stopped else ""
         return (
             f"files with digests: {self.read} of {self.files} read in this run "
             f"({human_size(self.read_bytes)} of {human_size(self.nbytes)}), {self.before} "
-            f"earlier{since}, {self.never} never{stopped}"
+            f"earlier{since}, {self.never} never"
         )
 
 
@@ -234,9 +224,9 @@ class Scrub(Struct, kw_only=True):
     """One run. ``subset``: the files to read, None for none. ``since``: looks and readings from
     then on count still.
 
-    ``until``: by the clock of ``monotonic``; what begins later is not reached. ``total``: the data
-    of all. ``kept``: how many checkpoints an earlier run alone has looked at; ``unknown``: how many
-    no run has reached.
+    ``until``: by the clock of ``monotonic``; no checkpoint and no file is begun later, and a file
+    that was begun is read to its end. ``total``: the data of all. ``kept``: how many checkpoints an
+    earlier run alone has looked at; ``unknown``: how many no run has reached.
     """
 
     state: State
@@ -306,7 +296,7 @@ class Scrub(Struct, kw_only=True):
             ):
                 # all is known by the listing and the state: nothing is opened, and nothing made of
                 # a listing
-                data, _, _, differences = self._tally(place, units, before, lambda key, done: "")
+                data, _, differences = self._tally(place, units, before, lambda key: "")
                 known = last.verdict["differences"]
                 differences = {key: known[key] for key in known if key not in before} | differences
                 result = _judged(
@@ -357,8 +347,8 @@ class Scrub(Struct, kw_only=True):
                 item = file_without_digest(name, contents, recorded)
                 if item.outcome is Outcome.DIFFER:
                     differences[escape(name)] = item.text
-        data, fresh, stopped, problems = self._tally(
-            place, known.units, before, lambda key, done: known.read(key, done, self._in_time)
+        data, fresh, problems = self._tally(
+            place, known.units, before, lambda key: known.read(key, self.progress)
         )
         is_kept = last is not None and not fresh
         result = _judged(root, structure, looked, differences | problems, data, is_kept)
@@ -368,7 +358,7 @@ class Scrub(Struct, kw_only=True):
             for key, (_, mark) in known.units.items()
             if key not in before or before[key].fingerprint != mark
         }
-        return result, _look_of(result, place, now, fingerprint), unread | stopped | fresh, gone
+        return result, _look_of(result, place, now, fingerprint), unread | fresh, gone
 
     def _counts(self, moment: float) -> bool:
         """Return whether a look or a reading counts still. One of a clock that was wrong would
@@ -383,32 +373,24 @@ class Scrub(Struct, kw_only=True):
 
     def _tally(
         self, place: str, units: Mapping[str, tuple[int, str]], before: Mapping[str, Reading],
-        read: Callable[[str, int], str],
-    ) -> tuple[Data, dict[str, Reading], dict[str, Reading], dict[str, str]]:  # fmt: skip
-        """Read the units that are due.
+        read: Callable[[str], str],
+    ) -> tuple[Data, dict[str, Reading], dict[str, str]]:  # fmt: skip
+        """Read the units that are due, as long as there is time.
 
-        Return their numbers, the readings, those that were stopped, and how units differ by all
-        readings.
+        Return their numbers, the readings, and how units differ by all readings.
         """
         fresh: dict[str, Reading] = {}
-        stopped: dict[str, Reading] = {}
         problems: dict[str, str] = {}
         data = Data(files=len(units), nbytes=sum(size for size, _ in units.values()))
         for key, (size, mark) in sorted(units.items()):
             one = before.get(key)
-            one = one if one is not None and one.fingerprint == mark else None
-            before_stop = (
-                _STOPPED.fullmatch(one.problem) if one is not None and not one.read else None
-            )
-            one = one if one is not None and one.read else None
+            if one is not None and (one.fingerprint != mark or not one.read):
+                one = None
             if self._is_due(place, key, one):
-                try:
-                    problem = self._read(lambda done, key=key: read(key, done), before_stop)  # type: ignore[misc]
-                except _TimeOverError as over:
-                    data = replace(data, due=data.due + 1, stopped=data.stopped + bool(over.said))
-                    if over.said:
-                        stopped[key] = Reading(mark, 0.0, over.said)
+                if self._is_late():
+                    data = replace(data, due=data.due + 1)
                 else:
+                    problem = read(key)
                     one = fresh[key] = Reading(mark, time(), problem)
                     data = replace(data, read=data.read + 1, read_bytes=data.read_bytes + size)
             if one is not None:
@@ -417,31 +399,7 @@ class Scrub(Struct, kw_only=True):
                 data = replace(data, oldest=min(one.read, data.oldest or one.read))
                 if one.problem:
                     problems[key] = one.problem
-        return data, fresh, stopped, problems
-
-    def _read(self, read: Callable[[int], str], before: "re.Match[str] | None") -> str:
-        """Read a unit as far as there is time. ``before``: how far an earlier run came.
-
-        Raises _TimeOverError: a file with digests of ranges goes on there, any other one begins
-        anew, and only where it gets more time than before.
-        """
-        begun = monotonic()
-        done = int(before[1]) if before is not None and before[2] == "ranges" else 0
-        had = int(before[1]) if before is not None and before[2] == "s" else 0
-        if self._is_late() or self.until - begun < _MORE_TIME * had:
-            raise _TimeOverError(before[0] if before is not None else "")
-        try:
-            return read(done)
-        except _TimeOverError as over:
-            over.said = over.said or f"stopped: {ceil(monotonic() - begun)} s"
-            raise
-
-    def _in_time(self, count: int) -> None:
-        """Count bytes that were read. Raises _TimeOverError."""
-        if self.progress is not None:
-            self.progress(count)
-        if self._is_late():
-            raise _TimeOverError
+        return data, fresh, problems
 
     def _is_late(self) -> bool:
         self.is_late |= monotonic() >= self.until
@@ -564,14 +522,6 @@ def _units_again(
     return {key: (sizes.get(key, total), one.fingerprint) for key, one in before.items()}
 
 
-class _TimeOverError(Exception):
-    """The time is over. ``said``: what the state keeps of the unit that was read."""
-
-    def __init__(self, said: str = "") -> None:
-        super().__init__(said)
-        self.said = said
-
-
 class _Known:
     """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: key ->
     size and mark, where a key is an escaped name.
@@ -592,12 +542,8 @@ class _Known:
         if not recorded.sha256 and any(recorded.tensors.values()):
             self.units[_TENSORS] = (contents.nbytes, fingerprint)
 
-    def read(self, key: str, done: int, progress: Progress) -> str:
-        """Read a unit, and return how it differs from the manifest, "" where it does not.
-
-        ``done``: how many ranges of it were read before, and found to be right. Raises
-        _TimeOverError.
-        """
+    def read(self, key: str, progress: Progress | None) -> str:
+        """Read a unit, and return how it differs from the manifest, "" where it does not."""
         contents, recorded = self._contents, self._recorded
         if key == _TENSORS:
             report = verify(contents.root, progress=progress)
@@ -608,17 +554,7 @@ class _Known:
         size = contents.files[name].size
         scheme = recorded.scheme_of(name, size)
         jobs = scheme.jobs(FileJob(contents.root / name, size))
-        right = recorded.sha256[name].split("-")
-        results = [Hashed(digest) for digest in right[:done]]
-        for number, job in enumerate(jobs[done:], done):
-            try:
-                results += hash_all([job], threads=1, keep_cached=False, progress=progress)
-            except _TimeOverError:
-                if [one.digest for one in results] == right[:number]:
-                    raise _TimeOverError(f"stopped: {number} ranges" if number else "") from None
-                results += [Hashed(digest) for digest in right[number:]]  # that it differs is known
-                break
-        found = scheme.joined(results)
+        found = scheme.joined(list(hash_all(jobs, threads=1, keep_cached=False, progress=progress)))
         if found.problem:
             return f"{_UNREAD}{found.problem}"
         wanted = {name: recorded.sha256[name]}

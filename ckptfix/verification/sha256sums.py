@@ -16,7 +16,7 @@ from ckptfix.wording import count_of
 
 _NAMES = re.compile(r"(sha256sums?|checksums?)(\.txt|\.sha256)?", re.IGNORECASE)
 _TAG = re.compile(rb"SHA256 ?\((.*)\)[ \t]*=[ \t]*([0-9a-fA-F]{64})", re.DOTALL)
-_LINE = re.compile(rb"([0-9a-fA-F]{64})[ \t](.+)", re.DOTALL)
+_LINE = re.compile(rb"([0-9a-fA-F]{64})[ \t][ *](.+)", re.DOTALL)
 _ESCAPES = {b"\\\\": b"\\", b"\\n": b"\n", b"\\r": b"\r"}
 _ESCAPE = re.compile(rb"\\.?", re.DOTALL)
 
@@ -111,13 +111,12 @@ def parse_sums(data: bytes, where: str) -> Sums:
     is_zero = b"\0" in data
     digests: dict[str, str] = {}
     unread = 0
-    is_reversed: bool | None = None
     for line in data.split(b"\0" if is_zero else b"\n"):
         if not is_zero:
             line = line.removesuffix(b"\r")
         if not line or line.startswith(b"#"):
             continue
-        entry, is_reversed = _entry(line, is_reversed, is_zero=is_zero)
+        entry = _entry(line, is_zero=is_zero)
         if entry is None:
             unread += 1
         elif digests.setdefault(entry[0], entry[1]) != entry[1]:
@@ -131,14 +130,9 @@ def _contradiction(where: str, name: str) -> OperationError:
     )
 
 
-def _entry(
-    line: bytes, is_reversed: bool | None, *, is_zero: bool
-) -> tuple[tuple[str, str] | None, bool | None]:
-    """Return the path and the checksum of a line, None for no such line, and which form the list
-    has.
-
-    As ``sha256sum --check`` reads it. ``is_reversed``: one space and the name, as an old BSD wrote
-    it; a list has one form alone, so None until the first line shows it.
+def _entry(line: bytes, *, is_zero: bool) -> tuple[str, str] | None:
+    """Return the path and the checksum of a line, None for no such line; as ``sha256sum --check``
+    reads it.
     """
     line = line.lstrip(b" \t")
     is_escaped = not is_zero and line.startswith(b"\\")
@@ -148,19 +142,10 @@ def _entry(
         name, digest = tag[1], tag[2]
     elif plain := _LINE.fullmatch(line):
         digest, name = plain[1], plain[2]
-        if len(name) == 1 or name[:1] not in (b" ", b"*"):
-            if is_reversed is False:
-                return None, is_reversed
-            is_reversed = True
-        elif not is_reversed:
-            is_reversed = False
-            name = name[1:]
     else:
-        return None, is_reversed
+        return None
     unescaped = _unescaped(name) if is_escaped else name
-    if not unescaped:
-        return None, is_reversed
-    return (os.fsdecode(unescaped), digest.decode().lower()), is_reversed
+    return (os.fsdecode(unescaped), digest.decode().lower()) if unescaped else None
 
 
 def _unescaped(name: bytes) -> bytes | None:

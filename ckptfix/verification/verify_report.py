@@ -3,13 +3,12 @@ not checked.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
 from typing import ClassVar, Generic, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptfix.diagnosis.check_report import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
@@ -48,17 +47,13 @@ class Change(Enum):
     CHANGED = "changed"
     ZERO_TAIL = "zero-tail"
     SWAPPED = "swapped"
-    REPLACED = "replaced"  # it holds what was recorded of another one, which holds something else
-    RENAMED = "renamed"
-    MOVED = "moved"  # by its own name it is in another file now
+    RENAMED = "renamed"  # or, under its own name, in another file or folder now
     MISSING = "missing"
     EXTRA = "extra"
 
 
 class Judgement(Struct, Generic[Key], frozen=True):
-    """The outcome for one key. ``other``: the thing that it was swapped with, replaced by, or is
-    now.
-    """
+    """The outcome for one key. ``other``: what it is called now, or was swapped with."""
 
     key: Key
     outcome: Outcome
@@ -67,104 +62,49 @@ class Judgement(Struct, Generic[Key], frozen=True):
 
 
 def judge(
-    recorded: Mapping[Key, str],
-    found: Mapping[Key, str],
-    *,
-    name_of: Callable[[Key], str] = str,
-    plain: Collection[str] = (),
+    recorded: Mapping[Key, str], found: Mapping[Key, str], *, name_of: Callable[[Key], str] = str
 ) -> list[Judgement[Key]]:
     """Return an outcome for every key of either. A digest of "" in ``found``: it is there and could
     not be read.
 
-    ``name_of``: what a thing is called wherever it is. ``plain``: digests of nothing but zeros.
-    Those, and any that was recorded or found of several things, tell nothing of where one of them
-    went, but for a thing of the same name.
+    ``name_of``: what a thing is called wherever it is. What is gone was renamed if something new
+    has its digest and its name, or if both are alone with that digest. Two were swapped if each has
+    the digest of the other one, and nothing else was recorded with it.
     """
-    owners: dict[str, list[Key]] = {}
-    for key, digest in recorded.items():
-        owners.setdefault(digest, []).append(key)
-    common = {*plain, *(digest for digest, keys in owners.items() if len(keys) > 1)}
-    gone = [key for key in recorded if key not in found]
-    extra = [key for key in found if key not in recorded]
-    now = _renamed(
-        {key: recorded[key] for key in gone}, {key: found[key] for key in extra}, name_of, common
-    )
-    taken = set(now.values())
-    is_equal = all(found.get(key, "") in ("", want) for key, want in recorded.items())
-    alike = {} if is_equal else {(digest, name_of(key)): key for key, digest in recorded.items()}
-    judgements: list[Judgement[Key]] = []
-    for key, want in recorded.items():
-        have = found.get(key)
-        if key in now:
-            change = Change.MOVED if name_of(key) == name_of(now[key]) else Change.RENAMED
-            judgements.append(Judgement(key, Outcome.DIFFER, change, now[key]))
-        elif have is None:
-            judgements.append(Judgement(key, Outcome.DIFFER, Change.MISSING))
-        elif have in ("", want):
-            judgements.append(
-                Judgement(key, Outcome.MATCH if have == want else Outcome.NOT_CHECKED)
-            )
-        else:
-            owner = owners[have][0] if have in owners and have not in common else None
-            other = owner if want not in common else None
-            other = alike.get((have, name_of(key))) if other is None else other
-            if other is not None and found.get(other) == want:
-                judgements.append(Judgement(key, Outcome.DIFFER, Change.SWAPPED, other))
-            elif owner is not None:
-                judgements.append(Judgement(key, Outcome.DIFFER, Change.REPLACED, owner))
-            else:
-                judgements.append(Judgement(key, Outcome.DIFFER, Change.CHANGED))
-    left = (key for key in extra if key not in taken)
-    return judgements + [Judgement(key, Outcome.DIFFER, Change.EXTRA) for key in left]
-
-
-def _renamed(
-    gone: Mapping[Key, str],
-    extra: Mapping[Key, str],
-    name_of: Callable[[Key], str],
-    common: Collection[str],
-) -> dict[Key, Key]:
-    """Return what is gone -> what it is now: of one name, or alone with the digest, or with it and
-    a wrapper.
-    """
-    now: dict[Key, Key] = {}
+    gone = {key: digest for key, digest in recorded.items() if key not in found}
+    extra = {key: digest for key, digest in found.items() if key not in recorded}
     named = {(digest, name_of(key)): key for key, digest in extra.items()}
+    now: dict[Key, Key] = {}
     for key, digest in gone.items():
         if (other := named.pop((digest, name_of(key)), None)) is not None:
             now[key] = other
     left: dict[str, list[Key]] = {}
-    # Digest and name without what may be a wrapper -> things.
-    wrapped: dict[tuple[str, str], list[Key]] = {}
-    for (digest, name), key in named.items():
+    for (digest, _), key in named.items():
         left.setdefault(digest, []).append(key)
-        for inner in _inner_names(name):
-            wrapped.setdefault((digest, inner), []).append(key)
-    counts = Counter(digest for key, digest in gone.items() if key not in now)
+    counts = Counter(recorded.values())
     for key, digest in gone.items():
-        if key in now or digest not in left:
-            continue
-        name = name_of(key)
-        if digest not in common and len(left[digest]) == counts[digest] == 1:
+        if key not in now and counts[digest] == len(left.get(digest, ())) == 1:
             now[key] = left[digest][0]
-            continue
-        others = [*wrapped.get((digest, name), ())]
-        others += (named[digest, inner] for inner in _inner_names(name) if (digest, inner) in named)
-        if len(others) == 1 and (digest, name_of(others[0])) in named:
-            now[key] = named.pop((digest, name_of(others[0])))
-    return now
-
-
-def _inner_names(name: str) -> Iterator[str]:
-    """Yield a name without its first segment, without two, and so on, as without wrappers around
-    the model.
-    """
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
-
-
-_WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
-"""Changes of a file that its tensors share."""
+    owners = {digest: key for key, digest in recorded.items() if counts[digest] == 1}
+    judgements: list[Judgement[Key]] = []
+    for key, want in recorded.items():
+        have = found.get(key, "")
+        if key in now:
+            judgements.append(Judgement(key, Outcome.DIFFER, Change.RENAMED, now[key]))
+        elif key not in found:
+            judgements.append(Judgement(key, Outcome.DIFFER, Change.MISSING))
+        elif have == want:
+            judgements.append(Judgement(key, Outcome.MATCH))
+        elif not have:
+            judgements.append(Judgement(key, Outcome.NOT_CHECKED))
+        elif counts[want] == 1 and have in owners and found.get(owners[have]) == want:
+            judgements.append(Judgement(key, Outcome.DIFFER, Change.SWAPPED, owners[have]))
+        else:
+            judgements.append(Judgement(key, Outcome.DIFFER, Change.CHANGED))
+    taken = set(now.values())
+    return judgements + [
+        Judgement(key, Outcome.DIFFER, Change.EXTRA) for key in extra if key not in taken
+    ]
 
 
 class Kind(Enum):
@@ -181,8 +121,7 @@ class Item(Serialized, Struct, frozen=True):
     ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds
     it, or held it; of a value the optimizer. ``change``: what happened to it, None where it matches
     and where nothing is known. ``text``: the sentence, "" for a match. ``other``: the file that it
-    was swapped with, or is now; of a tensor, the file that holds what it was swapped with, or holds
-    it now; "" when there is none.
+    is now or was swapped with, or that holds what it is now, "" when there is none.
     """
 
     json_keys: ClassVar = "kind name file=where outcome change message=text other"
@@ -355,10 +294,8 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     @property
     def differences(self) -> list[Item]:
-        """The items that differ; what two swapped files did to each other is one, and the tensors
-        in them are none.
-        """
-        return _together([item for item in self.items if item.outcome is Outcome.DIFFER])
+        """The items that differ."""
+        return [item for item in self.items if item.outcome is Outcome.DIFFER]
 
     def lines(self) -> Iterator[Line]:
         """Yield what differs, each by name, then how many match, what was not checked, and how much
@@ -498,50 +435,11 @@ def _wrong(result: VerifyReport) -> Iterator[str]:
         yield f"{count_of(len(result.unfinished), 'item')} that could not be read"
 
 
-def _together(items: Sequence[Item]) -> list[Item]:
-    """Return items with two files that were swapped as one, and without the tensors that went with
-    their files.
-    """
-    pairs: dict[frozenset[str], list[Item]] = {}
-    for item in items:
-        if item.kind is Kind.FILE and item.change in _WHOLE_FILE and item.other:
-            pairs.setdefault(frozenset((item.name, item.other)), []).append(item)
-    followers: dict[frozenset[str], int] = {}
-    left = []
-    for item in items:
-        pair = frozenset((item.where, item.other))
-        if (
-            item.kind is Kind.TENSOR
-            and item.change in (Change.SWAPPED, Change.MOVED)
-            and pair in pairs
-        ):
-            followers[pair] = followers.get(pair, 0) + 1
-        else:
-            left.append(item)
-    found = []
-    for item in left:
-        pair = frozenset((item.name, item.other))
-        if item.kind is Kind.FILE and pair in pairs:
-            if item is pairs[pair][0]:
-                tensors = count_of(followers.get(pair, 0), "tensor")
-                more = (
-                    f"; {tensors} swapped with them"
-                    if item.change is Change.SWAPPED
-                    else f", with its {tensors}"
-                )
-                found.append(
-                    replace(item, text=item.text + more if pair in followers else item.text)
-                )
-        else:
-            found.append(item)
-    return found
-
-
 def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
     """Yield items by what happened to them; of many with the same, only the first few. Files go
     before tensors.
     """
-    ordered = sorted(_together(items), key=_kind_and_change)
+    ordered = sorted(items, key=_kind_and_change)
     for _, group in groupby(ordered, key=_kind_and_change):
         same = list(group)
         texts = [f" differ {item}" for item in same]

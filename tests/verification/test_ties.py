@@ -45,7 +45,7 @@ def test_the_other_name_of_a_tie_is_judged(tmp_path: Path, repaired: bool) -> No
     assert verify(tmp_path).count(Kind.TENSOR)[Outcome.MATCH] == 3
     file = set() if repaired else {"pytorch_model.bin"}  # after a repair its digest is not known
     for changed, what in (
-        ({**tied, "head": MIDDLE}, "replaced"),
+        ({**tied, "head": MIDDLE}, "changed"),
         ({"emb": EMBEDDING, "mid": MIDDLE}, "missing"),
         ({**tied, "head": EMBEDDING + 7}, "changed"),
     ):
@@ -67,9 +67,9 @@ def test_a_tie_in_the_header_is_judged(tmp_path: Path) -> None:
     assert verify(tmp_path).count(Kind.TENSOR)[Outcome.MATCH] == 3
     assert verify(tmp_path / "model.safetensors").count(Kind.TENSOR)[Outcome.MATCH] == 3
     write_apart(tmp_path, {"head.emb": "mid"})
-    assert wrong(verify(tmp_path))["head.emb"] == ("replaced", "model.safetensors")
+    assert wrong(verify(tmp_path))["head.emb"] == ("changed", "model.safetensors")
     assert wrong(verify(tmp_path / "model.safetensors"))["head.emb"] == (
-        "replaced",
+        "changed",
         "model.safetensors",
     )
 
