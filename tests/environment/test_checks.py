@@ -11,7 +11,7 @@ from ckptfix.diagnosis.findings.damaged import UnloadablePickle
 from ckptfix.environment.doctor import diagnose_environment
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import find_source
-from ckptfix.environment.facts.launch import AccelerateConfig, NcclSetting
+from ckptfix.environment.facts.launch import AccelerateConfig
 from ckptfix.environment.facts.machine import Device
 from ckptfix.environment.facts.script import Script
 from ckptfix.environment.facts.script_uses import Uses
@@ -71,7 +71,7 @@ def said(code: str, given: Facts) -> str:
 
 
 def nccl(name: str, value: str) -> Facts:
-    return facts(2, nccl=(NcclSetting(name=name, value=value, source="/etc/nccl.conf"),))
+    return facts(2, variables={name: value})
 
 
 def test_nccl_off_is_told_from_nccl_for_near_gpus() -> None:
@@ -84,7 +84,6 @@ def test_nccl_off_is_told_from_nccl_for_near_gpus() -> None:
     assert "only between nearby GPUs" in said(
         "nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX")
     )
-    assert "in /etc/nccl.conf" in said("nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX"))
 
 
 def test_the_kernels_options_are_evidence() -> None:

@@ -9,7 +9,6 @@ from ckptfix.environment.facts.installed import find_source
 from ckptfix.environment.facts.launch import (
     default_config_path,
     read_config,
-    read_nccl,
     read_variables,
 )
 
@@ -75,26 +74,6 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     config = read_config({"HF_HOME": str(tmp_path)})
     assert (config.exists, config.asked) == (False, False)
     assert config.path == f"{tmp_path}/accelerate/default_config.yaml"
-
-
-def test_nccl_the_environment_goes_first_then_the_user_then_the_machine(tmp_path: Path) -> None:
-    (tmp_path / "etc").mkdir()
-    (tmp_path / "etc/nccl.conf").write_text(
-        "# a comment\nNCCL_P2P_LEVEL=SYS\nNCCL_P2P_DISABLE = 1\nNCCL_DEBUG=INFO\n"
-    )
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / ".nccl.conf").write_text("NCCL_P2P_LEVEL=NVL\n")
-
-    def values(**environment: str) -> dict[str, tuple[str, str]]:
-        found = read_nccl({"HOME": str(home), **environment}, root=tmp_path)
-        return {setting.name: (setting.value, setting.source) for setting in found}
-
-    assert values() == {
-        "NCCL_P2P_DISABLE": ("1", str(tmp_path / "etc/nccl.conf")),
-        "NCCL_P2P_LEVEL": ("NVL", str(home / ".nccl.conf")),
-    }
-    assert values(NCCL_P2P_LEVEL="LOC")["NCCL_P2P_LEVEL"] == ("LOC", "the environment")
 
 
 def test_only_listed_variables_are_read() -> None:

@@ -64,20 +64,20 @@ def nccl_hides(facts: Facts) -> Iterator[Said]:
     """NCCL then goes through host memory, and shows nothing of what is wrong with the direct
     way.
     """
-    for setting in facts.nccl:
-        value = setting.value.upper()
-        if setting.name == "NCCL_P2P_DISABLE":
-            never, always = value == "1", value != "1"
-        else:
-            never, always = value in ("LOC", "0"), value in ("SYS", "5")
-        if always:
+    for name, off, on in (
+        ("NCCL_P2P_DISABLE", ("1",), None),
+        ("NCCL_P2P_LEVEL", ("LOC", "0"), ("SYS", "5")),
+    ):
+        value = facts.variables.get(name)
+        never = value is not None and value.upper() in off
+        if value is None or (not never if on is None else value.upper() in on):
             continue
         what = "uses no P2P copies" if never else "uses P2P copies only between nearby GPUs"
         yield say(
-            f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and "
-            "generate() still use them",
+            f"{name}={value}: NCCL {what}, but tensor.to(), device_map and generate() still use "
+            "them",
             severity=WARNING if facts.torch.count >= 2 else NOTE,
-            evidence=(f"{setting.name}={setting.value} in {setting.source}",),
+            evidence=(f"{name}={value} in the environment",),
             fix=f"test whether these copies are correct: {_PROBE}; {_STAGE}",
         )
 

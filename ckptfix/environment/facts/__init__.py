@@ -11,10 +11,8 @@ from ckptfix.environment.facts.installed import Software, read_software, with_mo
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,
     Launch,
-    NcclSetting,
     read_config,
     read_launch,
-    read_nccl,
     read_variables,
     variables_of,
 )
@@ -31,7 +29,6 @@ class Facts(Struct, frozen=True, kw_only=True):
     torch: Torch = field(default_factory=Torch)
     machine: Machine = field(default_factory=Machine)
     variables: Mapping[str, str] = field(default_factory=dict)
-    nccl: tuple[NcclSetting, ...] = ()
     config: AccelerateConfig = field(default_factory=lambda: AccelerateConfig(path=""))
     script: Script | None = None
     launch: Launch | None = None
@@ -74,7 +71,6 @@ def gather(
         torch=torch,
         machine=machine,
         variables=read_variables(environment),
-        nccl=read_nccl(environment),
         config=read_config(
             environment, command.given("config_file") if command is not None else None
         ),

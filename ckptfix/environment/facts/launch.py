@@ -1,8 +1,8 @@
 """The launch command, environment variables and config files that change what a launch does.
 Nothing is run.
 
-Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config is and
-what it may hold; NCCL's user guide, "Environment Variables", for its files.
+Source: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config is and what
+it may hold.
 """
 
 import json
@@ -248,20 +248,12 @@ VARIABLES = (
     "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME",
     "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL",
-    "NCCL_IB_DISABLE", "NCCL_CONF_FILE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+    "NCCL_IB_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "CC", "CXX", "CUDA_HOME", "CUDA_PATH",
 )  # fmt: skip
 """The only variables that are read; their values appear in ``--json``."""
 
 _MAX_FILE = 1 << 20
-
-
-class NcclSetting(Struct, frozen=True, kw_only=True):
-    """A setting of NCCL, and where it was found: "the environment" or a path."""
-
-    name: str
-    value: str
-    source: str
 
 
 class AccelerateConfig(Struct, frozen=True, kw_only=True):
@@ -286,27 +278,6 @@ class AccelerateConfig(Struct, frozen=True, kw_only=True):
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``VARIABLES`` that are set."""
     return {name: environment[name] for name in VARIABLES if name in environment}
-
-
-def read_nccl(environment: Mapping[str, str], *, root: Path = Path("/")) -> tuple[NcclSetting, ...]:
-    """Return NCCL's settings about P2P copies; of a setting in several places, the one that counts.
-
-    The environment goes before ``~/.nccl.conf`` (or ``NCCL_CONF_FILE``), and that before
-    ``/etc/nccl.conf``.
-    """
-    found: dict[str, NcclSetting] = {}
-    own = environment.get("NCCL_CONF_FILE") or os.path.join(
-        environment.get("HOME", ""), ".nccl.conf"
-    )
-    for path in (root / "etc" / "nccl.conf", Path(own)):
-        for line in _lines(path):
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                name, value = name.strip(), value.strip()
-                found[name] = NcclSetting(name=name, value=value, source=str(path))
-    for name, value in environment.items():
-        found[name] = NcclSetting(name=name, value=value, source="the environment")
-    return tuple(found[name] for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") if name in found)
 
 
 def default_config_path(environment: Mapping[str, str]) -> str:
@@ -342,11 +313,3 @@ def _parse(path: Path) -> tuple[Mapping[str, Any], str]:
     if not isinstance(values, dict):
         return {}, "it contains no settings"
     return {str(key): value for key, value in values.items()}, ""
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return [line.strip() for line in file.read(_MAX_FILE).splitlines()]
-    except OSError:
-        return []

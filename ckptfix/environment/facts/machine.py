@@ -5,6 +5,7 @@ here.
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 Pair = tuple[int, int]
@@ -57,42 +58,6 @@ class Torch(Struct, frozen=True, kw_only=True):
 
 
 def parse_torch(said: Mapping[str, Any]) -> Torch:
-    """Return what the process said as a value; what is missing or of another type is left at its
-    default.
-    """
-    verdicts = said.get("verdicts")
-    return Torch(
-        version=str(said.get("version", "")),
-        builds=tuple(str(build) for build in _list(said.get("builds"))),
-        kind=str(said.get("kind") or ""),
-        devices=tuple(
-            _device(item) for item in _list(said.get("devices")) if isinstance(item, Mapping)
-        ),
-        warnings=tuple(str(text) for text in _list(said.get("warnings"))),
-        stage=str(said.get("stage", "")),
-        problem=str(said.get("problem", "")),
-        verdicts=None if verdicts is None else tuple(_verdict(item) for item in _list(verdicts)),
-    )
-
-
-def _device(item: Mapping[str, Any]) -> Device:
-    memory = item.get("memory")
-    return Device(
-        index=int(item["index"]),
-        name=str(item.get("name", "")),
-        pci=str(item.get("pci", "")),
-        memory=memory if isinstance(memory, int) else 0,
-    )
-
-
-def _verdict(item: Mapping[str, Any]) -> PairVerdict:
-    source, destination = item["pair"]
-    return PairVerdict(
-        pair=(int(source), int(destination)),
-        verdict=str(item["verdict"]),
-        kind=str(item.get("kind") or ""),
-    )
-
-
-def _list(value: object) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []
+    """Return what the process said as a value; what it did not say is left at its default."""
+    known = {key: value for key, value in said.items() if value is not None}
+    return msgspec.convert(known, Torch, strict=False)

@@ -20,16 +20,8 @@ _KEEPERS = ("compile", "unwrap_model", "extract_model_from_parallel")
 """Functions that return their argument, or an object around it."""
 
 _RETURNS_ITSELF = (
-    "to",
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "half",
-    "float",
-    "bfloat16",
-    "requires_grad_",
-)
+    "to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16", "requires_grad_",
+)  # fmt: skip
 _APART = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
 
@@ -72,86 +64,68 @@ class PrepareScan(Struct):
             if isinstance(node, _APART):
                 self._block(node.body, {})  # when it is called is not known
             elif isinstance(node, ast.With | ast.AsyncWith):
-                for item in node.items:
-                    self._value(item.context_expr, marks)
                 self._block(node.body, marks)
             elif isinstance(node, _BRANCHES):
-                self._branches(node, marks)
+                for inner in _bodies(node):
+                    own = dict(marks)
+                    if isinstance(node, ast.For | ast.AsyncFor):
+                        _bind(node.target, [], own)
+                    self._block(inner, own)
+                self._forget_changed(node, marks)
             else:
-                self._simple(node, marks)
+                value = getattr(node, "value", None)
+                results = self._results(value, marks) if isinstance(value, ast.expr) else []
+                for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                    if target is not None:
+                        _bind(target, results, marks)
 
-    def _branches(self, node: ast.stmt, marks: _Marks) -> None:
-        for body in _bodies(node):
-            own = dict(marks)
-            if isinstance(node, ast.For | ast.AsyncFor):
-                _bind(node.target, [], own)
-            self._block(body, own)
+    def _forget_changed(self, node: ast.stmt, marks: _Marks) -> None:
+        """Forget the names that some branch binds, and what a branch frees."""
         for inner in ast.walk(node):
             if isinstance(getattr(inner, "ctx", None), ast.Store | ast.Del):
                 _forget(ast.unparse(inner), marks)
-            elif isinstance(inner, ast.Call) and self._resets(inner):
+            elif isinstance(inner, ast.Call) and self._is_called(inner, _RESETS):
                 _forget(ast.unparse(inner.func.value), marks)  # type: ignore[attr-defined]
 
-    def _simple(self, node: ast.stmt, marks: _Marks) -> None:
-        if isinstance(node, ast.Assign):
-            results = self._results(node.value, marks)
-            for target in node.targets:
-                _bind(target, results, marks)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            _bind(node.target, self._results(node.value, marks), marks)
-        elif isinstance(node, ast.Delete):
-            for target in node.targets:
-                _bind(target, [], marks)
-        elif isinstance(node, ast.Expr | ast.Return) and node.value is not None:
-            self._value(node.value, marks)
-
     def _results(self, node: ast.expr, marks: _Marks) -> list[_Mark | None]:
-        """Return the mark of each value of an expression, which may be several."""
-        if isinstance(node, ast.Call) and self._is_prepare(node):
-            return self._prepare(node, marks)
+        """Return the mark of each value of an expression, and note what it prepares."""
         if isinstance(node, ast.Tuple | ast.List):
             return [self._value(part, marks) for part in node.elts]
-        return [self._value(node, marks)]
-
-    def _value(self, node: ast.expr, marks: _Marks) -> _Mark | None:
         if isinstance(node, ast.Name | ast.Attribute):
             text = ast.unparse(node)
-            return marks.get(text) or marks.get(text.removesuffix(".module"))
+            return [marks.get(text) or marks.get(text.removesuffix(".module"))]
         if not isinstance(node, ast.Call):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
                     self._value(child, marks)
-            return None
-        if self._is_prepare(node):
-            results = self._prepare(node, marks)
-            return results[0] if len(results) == 1 else None
-        of_owner = self._value(node.func.value, marks) if _is_method(node) else None  # type: ignore[attr-defined]
+            return [None]
+        if self._is_called(node, _PREPARES):
+            return self._prepare(node, marks)
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        of_owner = self._value(owner, marks) if owner is not None else None
         words = (word.value for word in node.keywords)
         given = [self._value(part, marks) for part in (*node.args, *words)]
         last = self.resolve(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
-        if self._resets(node):
-            _forget(ast.unparse(node.func.value), marks)  # type: ignore[attr-defined]
+        if owner is not None and self._is_called(node, _RESETS):
+            _forget(ast.unparse(owner), marks)
         elif last in _WRAPPERS and node.args:
-            return given[0] or _Mark(self._locate(node.lineno), "")
+            return [given[0] or _Mark(self._locate(node.lineno), "")]
         elif last in _KEEPERS and node.args:
-            return given[0]
+            return [given[0]]
         elif last in _RETURNS_ITSELF:
-            return of_owner
-        return None
+            return [of_owner]
+        return [None]
 
-    def _is_prepare(self, node: ast.Call) -> bool:
+    def _value(self, node: ast.expr, marks: _Marks) -> _Mark | None:
+        results = self._results(node, marks)
+        return results[0] if len(results) == 1 else None
+
+    def _is_called(self, node: ast.Call, methods: Sequence[str]) -> bool:
+        """Return whether one of these methods of an Accelerator is called."""
         function = node.func
         return (
             isinstance(function, ast.Attribute)
-            and function.attr in _PREPARES
-            and self.is_accelerator(function.value)
-        )
-
-    def _resets(self, node: ast.Call) -> bool:
-        function = node.func
-        return (
-            isinstance(function, ast.Attribute)
-            and function.attr in _RESETS
+            and function.attr in methods
             and self.is_accelerator(function.value)
         )
 
@@ -161,10 +135,9 @@ class PrepareScan(Struct):
         mark = _Mark(self._locate(node.lineno), ast.unparse(node.func.value))
         found: list[_Mark | None] = []
         for part in node.args:
-            is_known = isinstance(part, ast.Name | ast.Attribute)
-            name = ast.unparse(part) if is_known else ""
+            name = ast.unparse(part) if isinstance(part, ast.Name | ast.Attribute) else ""
             before = self._value(part, marks)
-            if is_known and not self.is_model(name):
+            if name and not self.is_model(name):
                 found.append(None)
                 continue
             if before is not None and not before.owner:
@@ -188,10 +161,6 @@ def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
             yield part.body
     for name in ("body", "orelse", "finalbody"):
         yield getattr(node, name, [])
-
-
-def _is_method(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Attribute)
 
 
 def _bind(target: ast.expr, results: Sequence[_Mark | None], marks: _Marks) -> None:

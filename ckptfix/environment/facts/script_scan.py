@@ -308,18 +308,6 @@ class Scan(ast.NodeVisitor):
         name = self._name(node.func)
         words = {word.arg: word.value for word in node.keywords if word.arg}
         place = self._locate(node.lineno)
-        self._note_accelerator(name, words, node, place)
-        if name in _BUILDERS:
-            self._add("builds", place)
-        if "device_map" in words and not self._is_single_map(words["device_map"]):
-            self._add("device_maps", place)
-        if isinstance(node.func, ast.Attribute):
-            self._note_method(node.func, node, words, place)
-        self.generic_visit(node)
-
-    def _note_accelerator(
-        self, name: str, words: dict[str, ast.expr], node: ast.Call, place: SourceLine
-    ) -> None:
         if name in _ACCELERATORS:
             self._add("accelerators", place)
             if not self._depth:
@@ -330,6 +318,13 @@ class Scan(ast.NodeVisitor):
                 self._add("launches", place)
         elif not self._depth and (name in _STATES or self._claims_device(name, words)):
             self._add("touched_early", place)
+        if name in _BUILDERS:
+            self._add("builds", place)
+        if "device_map" in words and not self._is_single_map(words["device_map"]):
+            self._add("device_maps", place)
+        if isinstance(node.func, ast.Attribute):
+            self._note_method(node.func, node, words, place)
+        self.generic_visit(node)
 
     def _note_method(
         self,
@@ -346,7 +341,20 @@ class Scan(ast.NodeVisitor):
         ):
             self._add("backwards", place)
         elif method == "prepare":
-            self._note_prepare(function.value, node.args, place)
+            names = [
+                ast.unparse(item)
+                for item in node.args
+                if isinstance(item, ast.Name | ast.Attribute)
+            ]
+            makers = {name: self._made.get(name, "") for name in names}
+            self.prepared.append(
+                Prepared(
+                    place=place,
+                    accelerator=ast.unparse(function.value),
+                    models=tuple(n for n in names if is_model(n, makers[n], self._modules)),
+                    optimizers=tuple(n for n in names if is_optimizer(n, makers[n])),
+                )
+            )
         elif method == "select_deepspeed_plugin":
             self._add("plugin_choices", place)
         elif method in ("add_argument", "option"):
@@ -357,19 +365,6 @@ class Scan(ast.NodeVisitor):
             }
         elif not self._depth and self._moves(function, [*node.args, *device_of(words)]):
             self._add("touched_early", place)
-
-    def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: SourceLine) -> None:
-        names = [
-            ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)
-        ]
-        self.prepared.append(
-            Prepared(
-                place=place,
-                accelerator=ast.unparse(owner),
-                models=tuple(name for name in names if self._is_model(name)),
-                optimizers=tuple(name for name in names if self._is_optimizer(name)),
-            )
-        )
 
     def _moves(self, function: ast.Attribute, arguments: list[ast.expr]) -> bool:
         """Return whether a method puts a tensor or a module on a device."""
@@ -427,12 +422,6 @@ class Scan(ast.NodeVisitor):
 
     def _may_be_model(self, variable: str) -> bool:
         return may_be_model(variable, self._made.get(variable, ""), self._modules)
-
-    def _is_model(self, variable: str) -> bool:
-        return is_model(variable, self._made.get(variable, ""), self._modules)
-
-    def _is_optimizer(self, variable: str) -> bool:
-        return is_optimizer(variable, self._made.get(variable, ""))
 
     def _imported(self, name: str, node: ast.stmt) -> None:
         if name.split(".")[0] == "deepspeed" or name.endswith(".DeepSpeedPlugin"):

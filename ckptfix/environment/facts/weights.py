@@ -1,24 +1,23 @@
 """A checkpoint folder and a device map, as far as the doctor needs them."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.model_files import ModelFiles, group_files
-from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
 from ckptfix.diagnosis.target import ensure_checkpoint, find_target
-from ckptfix.errors import UsageError
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.safetensors_file import SafetensorsFile
-from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import on_disk
+from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.stored import Weights
 
 _EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
 HEAD = "lm_head.weight"
@@ -38,8 +37,8 @@ class Tie(Struct, frozen=True, kw_only=True):
 
 
 class Folder(Struct, frozen=True, kw_only=True):
-    """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its
-    ``config.json``.
+    """A checkpoint folder. ``names``: keys of its first model, ties included, without wrappers.
+    ``config``: its ``config.json``.
     """
 
     path: str
@@ -61,18 +60,19 @@ def read_folder(path: str) -> Folder:
         folder = scan_folder(target.root, target.only)
         ensure_checkpoint(folder)
         found = diagnose_files(folder, data=False, progress=None, explained=frozenset())
-    config = _config(on_disk(target.root))
-    group = _first_model(folder)
-    names = _names(group) if group is not None else ()
+    weights = None
+    with suppress(CkptfixError, OSError):  # a finding of ``check``, and ``unread`` here
+        weights = next(iter(open_checkpoint(target.path).weights), None)
+    names = _bare(weights.named()) if weights is not None else {}
     return Folder(
         path=path,
         refused=tuple(
             finding for finding in found if isinstance(finding, UnloadablePickle | UnsafePickle)
         ),
-        names=names,
-        model=str(group.members[0].path) if group is not None else "",
-        ties=_ties(group, names) if group is not None else (),
-        config=config,
+        names=tuple(names.values()),
+        model=weights.label if weights is not None else "",
+        ties=_ties(weights, names) if weights is not None else (),
+        config=_config(on_disk(target.root)),
         unread=(
             *(
                 f"{item.path}: {item.problem.message}"
@@ -89,85 +89,26 @@ def embeds(name: str) -> bool:
     return name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS
 
 
-def _first_model(folder: CheckpointFolder) -> ModelFiles | None:
-    """Return the files of the first model: accelerate's entry 0 or its shards, else the first file
-    with weights.
-    """
-    groups = [
-        group
-        for group in group_files(folder)
-        if group.members and any(True for _ in _scoped(group.members))
-    ]
-    for roles in ((Role.MODEL,), (Role.MODEL, Role.UNKNOWN)):
-        for group in groups:
-            if (
-                group.members[0].role in roles
-                and group.members[0].name.index == 0
-                and not group.is_left_over
-            ):
-                return group
-    return None
-
-
-def _scoped(members: Iterable[Component]) -> Iterator[Component]:
-    return (member for member in members if member.whole is not None and member.whole.names)
-
-
-def _names(group: ModelFiles) -> tuple[str, ...]:
-    names = (
-        name for member in _scoped(group.members) if member.whole for name in member.whole.names
-    )
-    return _bare(dict.fromkeys(names) if group.is_in_parts else names)
-
-
-def _bare(names: Iterable[str]) -> tuple[str, ...]:
+def _bare(names: Iterable[str]) -> dict[str, str]:
+    """Return key -> key without the wrappers that all of them begin with."""
     every = tuple(names)
     width = sum(len(segment) + 1 for segment in common_wrappers(every))
-    return tuple(name[width:] for name in every)
+    return {name: name[width:] for name in every}
 
 
-def _ties(group: ModelFiles, names: tuple[str, ...]) -> tuple[Tie, ...]:
+def _ties(weights: Weights, names: Mapping[str, str]) -> tuple[Tie, ...]:
     """Return the ties that the files show, and the one that a missing head betrays."""
-    found: list[Tie] = []
-    for member in group.members:
-        width = sum(len(segment) + 1 for segment in member.whole.chain) if member.whole else 0
-        if isinstance(member.content, SafetensorsFile):
-            kept: dict[str, list[str]] = {}
-            here = {tensor.fqn for tensor in member.content.tensors}
-            for alias, name in member.content.metadata.items():
-                if name in here and alias not in here:
-                    kept.setdefault(name, [name]).append(alias)
-            found += [
-                Tie(
-                    names=tuple(name[width:] for name in same),
-                    proof=f"{member.path} lists them as aliases of one tensor",
-                )
-                for same in kept.values()
-            ]
-        elif isinstance(member.content, TorchFile):
-            found += [
-                Tie(
-                    names=tuple(name[width:] for name in same),
-                    proof=f"{member.path} stores them in one storage",
-                )
-                for same in _shared(member.content)
-            ]
-    tied = {name for tie in found for name in tie.names}
-    embeddings = [name for name in names if embeds(name)]
-    if embeddings and HEAD not in names and HEAD not in tied and not _is_encoder(names):
+    same: dict[str, list[str]] = {}
+    for name, kept in weights.ties.items():
+        same.setdefault(kept, [names[kept]]).append(names[name])
+    proof = f"{weights.label} stores them as one tensor"
+    found = [Tie(names=tuple(tied), proof=proof) for tied in same.values()]
+    bare = tuple(names.values())
+    embeddings = [name for name in bare if embeds(name)]
+    if embeddings and HEAD not in bare and not _is_encoder(bare):
         proof = f"no file contains {HEAD}, so a model with a head takes it from the embedding"
         found.append(Tie(names=(*embeddings, HEAD), proof=proof, is_proven=False))
     return tuple(found)
-
-
-def _shared(file: TorchFile) -> Iterator[list[str]]:
-    for state_dict in file.state_dicts:
-        same: dict[tuple[object, ...], list[str]] = {}
-        for tensor in state_dict.tensors:
-            if 0 not in tensor.shape:
-                key = (tensor.storage_key, tensor.storage_offset, tensor.shape, tensor.stride)
-                same.setdefault(key, []).append(tensor.fqn)
-        yield from (names for names in same.values() if len(names) > 1)
 
 
 def _is_encoder(names: tuple[str, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from msgspec.structs import replace
 
-from ckptfix.environment.facts.launch import NcclSetting
 from ckptfix.environment.facts.machine import PairVerdict
 from tests.environment.building import bus, facts, with_machine, with_torch
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
@@ -31,25 +30,19 @@ PEERS = (
     Case(
         "nccl-hides-peer-copies",
         "off, two GPUs",
-        facts(2, nccl=(NcclSetting(name="NCCL_P2P_DISABLE", value="1", source="the environment"),)),
+        facts(2, variables={"NCCL_P2P_DISABLE": "1"}),
         WARNING,
     ),
     Case(
         "nccl-hides-peer-copies",
         "near ones only, no GPU",
-        facts(nccl=(NcclSetting(name="NCCL_P2P_LEVEL", value="NVL", source="/etc/nccl.conf"),)),
+        facts(variables={"NCCL_P2P_LEVEL": "NVL"}),
         NOTE,
     ),
     Case(
         "nccl-hides-peer-copies",
         "on",
-        facts(
-            2,
-            nccl=(
-                NcclSetting(name="NCCL_P2P_DISABLE", value="0", source="the environment"),
-                NcclSetting(name="NCCL_P2P_LEVEL", value="SYS", source="the environment"),
-            ),
-        ),
+        facts(2, variables={"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"}),
         None,
     ),
     Case("iommu-translates", "DMA-FQ", with_machine(facts(2), bus=bus(iommu="DMA-FQ")), WARNING),
