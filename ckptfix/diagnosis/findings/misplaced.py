@@ -93,6 +93,11 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     severity = Severity.NOTE
     differs = True
 
+    @property
+    def advice(self) -> str:
+        """Advice as for ``MisplacedEntry``: only the script before the change surely fails."""
+        return f"with the script of its neighbours, {super().advice}"
+
 
 class CopiedRandomStates(MisplacedEntry, frozen=True):
     """The random states of another rank, which a script that goes on with more ranks may have
