@@ -573,6 +573,9 @@ def _judged(
     has_moments = any(optimizer.tensors for optimizer in saved)
     for part in parts:
         may_rest = same_weights and not has_moments
+        # Of a shard nothing else shows whether it was trained.
+        if may_rest and not part.pieces:
+            continue
         if same_weights and has_moments and not _is_trained(part, folder, saved, root, of_earlier):
             continue
         is_changing = of.files is not None or not part.pieces or _is_changing(part, save)
