@@ -187,7 +187,7 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
 def _odd_counts(case: Case) -> str:
     """Return in words that the schedulers do not fit the optimizers.
 
-    That is no finding: a script need not prepare its scheduler, and may have two for one optimizer.
+    This proves nothing: a script need not prepare its scheduler, or has two for one optimizer.
     """
     counts = Counter(role for role, _ in parts_of(paths_of_states(case.folder)))
     optimizers, schedulers = counts[Role.OPTIMIZER], counts[Role.SCHEDULER]
