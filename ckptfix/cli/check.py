@@ -20,7 +20,7 @@ from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.opened import opened_part
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line, line
+from ckptfix.wording import Line, line, unchecked_line
 
 if TYPE_CHECKING:
     # A check of one checkpoint must start quickly.
@@ -247,6 +247,7 @@ def _check_all(
         if trackers:
             summary["trackers"] = trackers
         report.show(line(words, colour="yellow") for words in warnings)
+        report.show(unchecked_line(one.not_checked) for one in answers if one.not_checked)
         report.show(line(one.text) for one in answers)
         summary["resume"] = answers
         if html is not None and page is not None:

@@ -45,10 +45,12 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     for which it fails, in words. ``unexplained``: the incomplete ones in which check found nothing,
     each with what it lacks. ``other_run``: what shows that the highest number is of an older run,
     in words. ``saved_later``: a lower number with newer files, in words: a copy explains minutes.
+    ``not_checked``: whether the highest number is of the same run, where nothing decides.
     """
 
     json_keys: ClassVar = (
-        "run checkpoint problem clean? passed_over taken_instead? other_run? saved_later?"
+        "run checkpoint problem clean? passed_over taken_instead? other_run? saved_later? "
+        "not_checked?"
     )
 
     run: AnyPath
@@ -61,6 +63,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     unexplained: tuple[str, ...] = ()
     other_run: str = ""
     saved_later: str = ""
+    not_checked: str = ""
 
     @property
     def text(self) -> str:
@@ -267,8 +270,10 @@ class Runs:
             return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
         passed_over = tuple(one.path.name for one in choice.passed_over)
         told = choice.told
-        other_run = ""
-        if told is not None:
+        other_run = not_checked = ""
+        if told is not None and told.is_open:
+            not_checked = told.proof
+        elif told is not None:
             other_run = f"{run}: {told.proof}" + (f"; next: {told.advice}" if told.advice else "")
         if choice.best is None:
             problem = problems_in(choice.passed_over)
@@ -320,6 +325,7 @@ class Runs:
         return Resume(
             run=run, checkpoint=best, problem=problem, is_doubted=is_doubted, clean=clean,
             passed_over=passed_over, unexplained=unexplained[:3], other_run=other_run, saved_later=saved_later,
+            not_checked=not_checked,
         )  # fmt: skip
 
     def _has_problems(self, run: AnyPath, path: AnyPath) -> bool:

@@ -1,6 +1,7 @@
 """``ckptfix scrub``."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -187,13 +188,17 @@ def _page(scrub: Scrub, begun: float) -> str:
     if scrub.unknown:
         many = count_of(scrub.unknown, "checkpoint")
         more = f"; not yet checked by any run, so not shown: {many}"
-    clean: dict[str, set[str]] = {}
+    names: defaultdict[str, dict[object, set[str]]] = defaultdict(
+        lambda: {CLEAN: set(), DIFFERENT: set()}
+    )
     for look in scrub.state.looks(scrub.scope):
         run, _, name = look.place.rpartition("/")
-        clean.setdefault(run, set()).update(
-            {name} if look.verdict["verdict"] in (CLEAN, DIFFERENT) else ()
-        )
-    answers = {run: Answer("", newest_sound(run, names)) for run, names in clean.items()}
+        names[run].get(look.verdict["verdict"], set[str]()).add(name)
+    # One that differs may load with a changed script alone.
+    answers = {
+        run: Answer("", newest_sound(run, those[CLEAN]) or newest_sound(run, those[DIFFERENT]))
+        for run, those in names.items()
+    }
     cells = (cell_of(look, begun) for look in scrub.state.looks(scrub.scope))
     return run_page("scrub", begun, cells, answers, more)
 

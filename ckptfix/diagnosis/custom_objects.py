@@ -119,18 +119,23 @@ def _other_structure(
 ) -> Iterator[MisplacedEntry]:
     """Yield that an object has other keys or tensors than in all these checkpoints.
 
-    An object may gain keys and tensors during a run, and be empty at first: the newest one that is
-    empty, or lost some tensors, is a note. So only one with other keys than those on both sides
-    have is another one.
+    An object may gain keys and tensors during a run, and be empty at first: the newest one that
+    lost keys or tensors is a note. So only one with other keys than those on both sides have is
+    another one.
     """
     known = {outline.structure for _, outline in near}
     expected = known.pop()
-    if known or own == expected:
+    is_newest = all(is_earlier for is_earlier, _ in near)
+    # The tensors of a queue may differ in each save, its keys do not.
+    has_lost_keys = (
+        is_newest
+        and own.keys < expected.keys
+        and all(structure.keys == expected.keys for structure in known)
+    )
+    if (known and not has_lost_keys) or own == expected:
         return
     is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
     is_other = bool(own.keys and expected.keys) and own.keys.isdisjoint(expected.keys)
-    is_newest = all(is_earlier for is_earlier, _ in near)
-    is_emptied = is_newest and bool(expected.keys) and not own.keys
     is_partial = (
         is_newest
         and bool(own.tensors)
@@ -138,7 +143,7 @@ def _other_structure(
         and own.keys == expected.keys
         and not _may_be_samples(shape for _, shape in expected.tensors)
     )
-    if is_between or is_other or is_emptied or is_partial:
+    if is_between or is_other or has_lost_keys or is_partial:
         yield (MisplacedEntry if is_between and is_other else ChangedEntry)(
             path=path,
             holds=f"an object with {_words(own, expected)}",

@@ -25,10 +25,11 @@ from ckptfix.checkpoint.model_configs import (
 )
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.samples import Piece, are_equal, samples_of, weights_in
 from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
-from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, CopiedAverage, MisplacedEntry
 from ckptfix.diagnosis.optimizer_states import Weights, diagnose_optimizers, weights_of
 from ckptfix.diagnosis.other_configs import other_configs
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
@@ -145,6 +146,7 @@ def diagnose_hook_models(
             *_unlike_neighbours(models, neighbours, is_doubted=is_doubted),
         ]
         yield from {finding.path: finding for finding in of_keys}.values()
+        yield from _copied_averages(models, averages, neighbours)
 
 
 def _lora_of(folder: CheckpointFolder) -> Iterator[HookModel]:
@@ -343,11 +345,7 @@ def _unlike_averages(
 
     ``is_doubted``: the optimizer contradicts the models.
     """
-    by_path = {model.path: model for model in models}
-    for average in averages:
-        model = by_path.get(average.path.parent / without_average(average.path.name))
-        if model is None or model is average:
-            continue
+    for average, model in _with_models(models, averages):
         config, config_of_base = average.config, model.config
         if (
             config is None
@@ -362,6 +360,49 @@ def _unlike_averages(
             yield _of_keys(model, expected, keys, f"{average.path}/")
         else:
             yield _of_keys(average, keys, expected, f"{model.path}/")
+
+
+def _copied_averages(
+    models: Sequence[HookModel], averages: Iterable[HookModel], neighbours: Neighbours
+) -> Iterator[CopiedAverage]:
+    """Yield the averages with the weights of their model, which differ in all of the nearest saves.
+
+    An average begins as a copy, so that nothing is told of the first save.
+    """
+    for average, model in _with_models(models, averages):
+        places = samples_of(weights_in(average.folder, ()) or ())
+        if not places or not _is_copy(average.folder.root, model.folder.root, places):
+            continue
+        before, after = neighbours.saves()
+        near = [*before, *after]
+        copies = 0
+        for neighbour in near:
+            with suppress(CkptfixError), neighbour.opened() as root:
+                copies += _is_copy(root / average.path, root / model.path, places)
+        if before and len(near) > 1 and not copies:
+            yield CopiedAverage(
+                path=average.weights,
+                holds=f"the weights of {model.path}/",
+                expected=f"an average that differs from them, as in {next_to_it(len(near))}",
+                effect="the load succeeds, but the run continues with one of the two lost",
+            )
+
+
+def _is_copy(average: AnyPath, model: AnyPath, places: Sequence[Piece]) -> bool:
+    with suppress(OSError):
+        return are_equal(average, model, places)
+    return False
+
+
+def _with_models(
+    models: Iterable[HookModel], averages: Iterable[HookModel]
+) -> Iterator[tuple[HookModel, HookModel]]:
+    """Yield the averages of which the folder has the model, too, each with it."""
+    by_path = {model.path: model for model in models}
+    for average in averages:
+        model = by_path.get(average.path.parent / without_average(average.path.name))
+        if model is not None and model is not average:
+            yield average, model
 
 
 def _is_prefixed(own: Iterable[str], expected: Iterable[str]) -> bool:

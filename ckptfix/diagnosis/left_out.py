@@ -2,6 +2,7 @@
 save records.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -12,12 +13,14 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import PIPELINE
+from ckptfix.checkpoint.neighbours import parts_of
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis import bundled_optimizers
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Unreadable
 from ckptfix.diagnosis.findings.interrupted import InterruptedSave
 from ckptfix.diagnosis.findings.sharded import MissingShard
+from ckptfix.diagnosis.unresumable import paths_of_states
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath, folder_entries, walk
@@ -156,22 +159,43 @@ def unread_bytes(case: Case) -> Iterator[str]:
 
 def unchecked_of_save(case: Case) -> Iterator[str]:
     """Yield that the files of a folder may be of several saves, where none of them records its
-    save.
+    save, and that the last of a kind may be missing, where no checkpoint next to it shows how many
+    there are.
     """
     components = case.folder.components
-    has_several = len(_OF_ONE_SAVE & {one.role for one in components}) > 1 or any(
-        one.name.shard is not None for one in components
-    )
+    is_sharded = any(one.name.shard is not None for one in components)
+    has_several = len(_OF_ONE_SAVE & {one.role for one in components}) > 1 or is_sharded
     # With checksums, another sentence names the command that compares them.
     is_listed = case.manifest is not None and bool(case.manifest.digests)
-    is_sharded = any(one.name.shard is not None for one in components)
+    if case.is_file or is_listed or not (case.sharded or case.deepspeed or has_several):
+        return
+    if case.folder.processes and not any(case.neighbours.saves()):
+        yield (
+            f"{OF_ONE_SAVE} and none is missing: no file records which save wrote it, and no other "
+            "checkpoint of the run is next to this one to show how many ranks, models and states it "
+            f"has{_odd_counts(case)}; only a seal right after each save proves it"
+        )
+        return
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
     compared = "check -r RUN compares the checkpoint with its neighbours; " * is_compared
-    if not (case.is_file or is_listed) and (case.sharded or case.deepspeed or has_several):
-        yield (
-            f"{OF_ONE_SAVE}: no file records which save wrote it, and most saves do not list their "
-            f"files; {compared}only a seal right after each save proves it"
-        )
+    yield (
+        f"{OF_ONE_SAVE}: no file records which save wrote it, and most saves do not list their "
+        f"files; {compared}only a seal right after each save proves it"
+    )
+
+
+def _odd_counts(case: Case) -> str:
+    """Return in words that the schedulers do not fit the optimizers.
+
+    This proves nothing: a script need not prepare its scheduler, or has two for one optimizer.
+    """
+    counts = Counter(role for role, _ in parts_of(paths_of_states(case.folder)))
+    optimizers, schedulers = counts[Role.OPTIMIZER], counts[Role.SCHEDULER]
+    scheduled = sum("initial_lr" in saved.options for saved in case.optimizers)
+    having = f"; the folder has {count_of(schedulers, 'scheduler')}, but"
+    if scheduled > schedulers:
+        return f"{having} {count_of(scheduled, 'optimizer')} had one (initial_lr)"
+    return f"{having} {count_of(optimizers, 'optimizer')}" if schedulers > optimizers > 0 else ""
 
 
 def unknown_files(case: Case) -> Iterator[str]:

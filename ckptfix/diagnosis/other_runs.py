@@ -70,7 +70,8 @@ class OtherRun(NamedTuple):
     it is told, and the highest number is taken: the other one was saved before, as the rest of a
     branch that was given up, or the run may have gone back. ``copied``: "a copy of" or "a link to"
     where the highest number is one of an earlier checkpoint, and ``advice`` is empty then: a second
-    recommendation next to that of the run contradicted it.
+    recommendation next to that of the run contradicted it. ``is_open``: nothing decides, and
+    ``proof`` is the question.
     """
 
     candidate: Candidate
@@ -78,6 +79,7 @@ class OtherRun(NamedTuple):
     advice: str
     is_older: bool
     copied: str = ""
+    is_open: bool = False
 
 
 class History(NamedTuple):
@@ -169,8 +171,8 @@ def _turned_back(
     look: Callable[[AnyPath, int], Candidate],
     read: "Callable[[AnyPath], History | None]",
 ) -> OtherRun | None:
-    """Return the complete checkpoint with the most steps where those of ``best`` are fewer, and it
-    was exchanged or has the bytes of an earlier one.
+    """Return the complete checkpoint with the most steps where those of ``best`` are fewer: it was
+    exchanged, has the bytes of an earlier one, or nothing shows why.
     """
     further: list[tuple[int, Candidate]] = []
     for place in sorted({0, _saved_last(lower)}):
@@ -198,7 +200,11 @@ def _turned_back(
         nearest = [path for path, history in histories.items() if history.steps == newest.steps]
     equal = next((path.name for path in nearest if _is_copy(best.path, path)), None)
     if equal is None:
-        return None
+        question = (
+            f"whether {name} ({counter} step {own}) is of the run of {furthest} (step {steps}): a "
+            f"run that went back or began with a new {counter} looks like another run"
+        )
+        return OtherRun(candidate, question, "", is_older=True, is_open=True)
     copied = "a link to" if best.path.is_symlink() else "a copy of"
     proof = (
         f"{words}: {name} is {copied} {equal}, as after restoring a backup, or in a run that went "

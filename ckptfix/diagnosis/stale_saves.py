@@ -320,7 +320,8 @@ def _old_models(save: _Save, earlier: AnyPath) -> Iterator[_Part]:
             continue
         # The beginning of a table need not change.
         own = {shape: of_all[shape] for shape in counts[where] if data or not is_table(shape)}
-        may_be_trained = any(moments[shape] >= count for shape, count in own.items())
+        # SGD without momentum has none: then the saves around it show whether it changes.
+        may_be_trained = not moments or any(moments[shape] >= n for shape, n in own.items())
         if may_be_trained and (
             where in equal or _are_equal(folder.root, earlier, pieces[where], data=data)
         ):
@@ -569,12 +570,17 @@ def _judged(
         return
     saved, of_earlier = list(saved_optimizers(folder, ())), list(saved_optimizers(earlier, ()))
     stale: dict[type[OldShard], list[PurePosixPath]] = {}
+    has_moments = any(optimizer.tensors for optimizer in saved)
     for part in parts:
-        if same_weights and not _is_trained(part, folder, saved, root, of_earlier):
+        may_rest = same_weights and not has_moments
+        # Of a shard nothing else shows whether it was trained.
+        if may_rest and not part.pieces:
+            continue
+        if same_weights and has_moments and not _is_trained(part, folder, saved, root, of_earlier):
             continue
         is_changing = of.files is not None or not part.pieces or _is_changing(part, save)
-        if is_changing is not False:
-            kind = OldShard if is_sure and is_changing else DoubtfulShard
+        if is_changing or (is_changing is None and not may_rest):
+            kind = OldShard if is_sure and is_changing and not may_rest else DoubtfulShard
             if part.weights and not part.pieces:
                 stale.setdefault(kind, []).append(part.path)
             else:

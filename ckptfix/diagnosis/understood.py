@@ -155,12 +155,15 @@ class Understood(_Recorded, Struct, frozen=True, kw_only=True):
     missing, in words. ``config``: the model of a config, where several models may be it.
     """
 
-    json_keys: ClassVar = "models optimizers config processes step epoch libraries problems"
+    json_keys: ClassVar = (
+        "models optimizers config processes processes_may_be_more step epoch libraries problems"
+    )
 
     models: tuple[UnderstoodModel, ...] = ()
     optimizers: tuple[UnderstoodOptimizer, ...] = ()
     config: str = ""
     processes: int | None = None
+    processes_may_be_more: bool | None = None
     step: int | None = None
     epoch: float | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -195,7 +198,10 @@ class Understood(_Recorded, Struct, frozen=True, kw_only=True):
         progress += [f"epoch {self.epoch:g}"] if self.epoch is not None else []
         if progress:
             yield line(f"  {'run':9}  {', '.join(progress)}")
-        saved_by = [count_of(self.processes, "process")] if self.processes is not None else []
+        least = "at least " if self.processes_may_be_more else ""
+        saved_by = (
+            [f"{least}{count_of(self.processes, 'process')}"] if self.processes is not None else []
+        )
         saved_by += [f"{library} {version}" for library, version in self.libraries.items()]
         if saved_by:
             yield line(f"  {'saved by':9}  {', '.join(saved_by)}")
@@ -225,6 +231,8 @@ def understand(diagnosis: Diagnosis) -> Understood:
         optimizers=tuple(_optimizers(diagnosis)),
         config=config,
         processes=manifest.world_size if manifest is not None else _processes(folder),
+        # The last ranks may have lost their files.
+        processes_may_be_more=True if manifest is None and folder.processes else None,
         step=progress.step,
         epoch=progress.epoch,
         libraries={**(manifest.versions if manifest is not None else {}), **libraries},

@@ -531,7 +531,8 @@ def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
 
 
 def _check_space(root: AnyPath, edits: Sequence[Edit], shares_blocks: bool) -> None:
-    need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
+    free, block = free_space(root)
+    need = space_needed(edits, shares_blocks=shares_blocks, block=block)
     if edits and need > free:
         raise OperationError(
             f"{root}: the repair needs {human_size(need)} of free space, but only "

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptfix.cli import run
 from ckptfix.storage.stores import open_store
@@ -93,3 +94,24 @@ def test_the_page_of_a_store_names_urls(tmp_path: Path) -> None:
     assert [css for css, _ in shown.cells] == ["cell clean newest", "cell damaged"]
     assert "truncated-file" in shown.text
     assert f"resume from {url}/checkpoint_1" in shown.text
+
+
+@pytest.mark.parametrize("verb", [["check", "-r"], ["scrub"]])
+def test_a_checkpoint_that_differs_is_marked_only_where_no_clean_one_exists(
+    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pages answer alike: scrub marked one with which load_state fails in the same script."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for number in range(3):
+        shutil.copytree(SOUND, tmp_path / "run" / f"checkpoint_{number}")
+    newest = tmp_path / "run/checkpoint_2/optimizer.bin"
+    optimizer = torch.load(newest)
+    (last,) = optimizer["param_groups"][0]["params"][-1:]
+    optimizer["param_groups"][0]["params"].remove(last)
+    del optimizer["state"][last]
+    torch.save(optimizer, newest)
+    page = tmp_path / "page.html"
+    assert run([*verb, str(tmp_path / "run"), "--html", str(page)]) == 0
+    shown = Cells(page.read_text())
+    assert [css for css, _ in shown.cells] == ["cell clean", "cell clean newest", "cell warned"]
+    assert "wrong-state" in shown.text

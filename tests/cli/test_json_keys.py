@@ -24,7 +24,7 @@ CHECKPOINT = [
     "findings", "not_checked", "unfinished",
 ]  # fmt: skip
 COUNTS = ["files", "tensors", "bytes", "errors", "warnings", "notes", "not_checked"]
-UNDERSTOOD = ["models", "optimizers", "processes", "problems"]
+UNDERSTOOD = ["models", "optimizers", "processes", "processes_may_be_more", "problems"]
 MODEL = ["path", "is_model", "files", "unread", "tensors", "bytes", "dtypes"]
 OPTIMIZER = ["path", "class", "parameters", "states"]
 REPAIR = [

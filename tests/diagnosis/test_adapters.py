@@ -850,3 +850,21 @@ def test_a_key_of_many_dots_needs_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only", "lora", "ALL", None, True])
+def test_a_bias_that_peft_refuses(bias: object, tmp_path: Path) -> None:
+    """It was clean, and PeftModel.from_pretrained failed."""
+    folder = tmp_path
+    lora(folder)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"bias": bias}))
+    try:
+        peft.PeftModel.from_pretrained(llama(), str(folder))
+    except (AttributeError, NotImplementedError):
+        (finding,) = check(folder).findings
+        assert (finding.code, finding.severity.value) == ("mismatched-adapter", "error")
+        assert f"bias is {json.dumps(bias)} in adapter_config.json" in str(finding)
+        assert finding.resume is Resume.SUCCEEDS
+    else:
+        assert verdict(folder) == []

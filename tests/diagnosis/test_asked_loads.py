@@ -617,6 +617,37 @@ def test_a_config_that_the_library_cannot_read(tmp_path: Path) -> None:
     assert (outcome.status, outcome.refused) == (1, "config.json: not JSON")
 
 
+def test_an_error_of_a_library_names_no_temporary_folder(tmp_path: Path) -> None:
+    """check --load printed "Unrecognized model in /tmp/ckptfix-mcs5r842/ckptfix-bknxbjdw"."""
+    of_transformers("llama", llama()).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (outcome,) = check(tmp_path, load=True).load
+    assert "Unrecognized model in this folder. Should have a `model_type`" in outcome.refused
+
+
+@pytest.mark.parametrize(
+    ("bias", "code"), [("some", "mismatched-adapter"), ("none", "dead-adapter")]
+)
+def test_a_failed_load_refers_to_the_finding_about_the_adapter(
+    bias: str, code: str, tmp_path: Path
+) -> None:
+    """The finding had another advice than the load: to repair keys, or to copy the files again."""
+    subject = of_peft("LoRA")
+    subject.save(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"bias": bias}))
+    if code == "dead-adapter":
+        tensors = load_file(tmp_path / NAME)
+        write(tmp_path, {key.removeprefix("base_model.model."): t for key, t in tensors.items()})
+    report = check(tmp_path, load=True)
+    assert [finding.code for finding in report.findings] == [code]
+    (outcome,) = report.load
+    assert outcome.status == 1
+    assert [str(line) for line in outcome.lines()][-1] == f"    help: {code} above says what to do"
+
+
 @pytest.mark.slow
 def test_a_missing_index_next_to_weights_that_are_loaded(tmp_path: Path) -> None:
     model = llama()

@@ -3,10 +3,12 @@ of the run.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ckptfix.checkpoint import neighbours as runs
 from ckptfix.cli import run
 from ckptfix.storage.files import names_in
 from tests.repairs.builders import TRAINER_RANDOM_STATES
+from tests.stores.servers import upload_folder
 from tests.tensors import dcp_making
 
 FIXTURES = Path("fixtures/accelerate-1.15.0")
@@ -72,6 +75,41 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
         "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl shows that at "
         "least 4 processes saved"
     ]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "hint"),
+    [
+        (None, "the folder has 0 schedulers, but 1 optimizer had one (initial_lr); "),
+        ("scheduler_1.bin", "the folder has 2 schedulers, but 1 optimizer; "),
+    ],
+)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_lone_folder_may_have_lost_its_last_files(
+    tmp_path: Path, scheduler: str | None, hint: str, is_stored: bool
+) -> None:
+    """check said "saved by 1 process" of a folder without the states of rank 1, and nothing else."""
+    make(tmp_path / "run/checkpoint_0", without=["random_states_1.pkl"])
+    folder = tmp_path / "run/checkpoint_0"
+    optimizer = torch.load(folder / "optimizer.bin")
+    for group in optimizer["param_groups"]:
+        group["initial_lr"] = group["lr"]
+    torch.save(optimizer, folder / "optimizer.bin")
+    if scheduler is not None:
+        for name in ("scheduler.bin", scheduler):
+            torch.save({"last_epoch": 1, "_last_lr": [0.1]}, folder / name)
+    place: Any = f"memory://{os.urandom(6).hex()}/run/checkpoint_0" if is_stored else folder
+    if is_stored:
+        upload_folder(folder, place)
+    report = check(place)
+    (words,) = (words for words in report.not_checked if "belong to one save" in words)
+    assert words.startswith("whether all files belong to one save and none is missing: ")
+    assert hint in words
+    assert "  saved by   at least 1 process" in str(report)
+    if is_stored:
+        return
+    shutil.copytree(folder, tmp_path / "run/checkpoint_1")
+    assert not any("none is missing" in words for words in check(folder).not_checked)
 
 
 def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Lists of tensors in custom objects are compared with those of the checkpoints next to them."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from ckptfix import check
+from tests.stores.servers import upload_folder
 
 HEALTHY = Path("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint")
 OBJECT = "custom_checkpoint_0.pkl"
@@ -86,6 +88,23 @@ def test_named_tensors_that_differ_are_a_note(kind: str, at: int, tmp_path: Path
     ensure_told(tmp_path, at, "shadow", NAMED, tensors, words)
 
 
+def test_the_newest_object_without_a_key_of_all_earlier_ones(tmp_path: Path) -> None:
+    """It was clean; load_state_dict of the script raises a KeyError, or takes its default."""
+    states: list[object] = [
+        {"best": 0.5, "queue": torch.ones(count, 2), "step": count} for count in (1, 2, 3)
+    ]
+    states.append({"queue": torch.ones(4, 2), "step": 4})
+    checkpoints = run_of(tmp_path / "run", states)
+    expected = f"note {OBJECT}: it holds an object with no 'best' (expected 'best', {NEIGHBOURS})"
+    assert [told(path) for path in checkpoints] == [[], [], [], [expected]]
+    (finding,) = check(checkpoints[3]).findings
+    assert finding.advice.startswith("with the script of its neighbours, load_state fails, or ")
+    url = f"memory://{os.urandom(6).hex()}/run"
+    upload_folder(tmp_path / "run", url)
+    (finding,) = check(f"{url}/checkpoint_3").findings
+    assert f"note {finding}" == expected
+
+
 def test_lists_are_compared_wherever_they_are(tmp_path: Path) -> None:
     half = [tensor.half() for tensor in SHADOW]
     nested = run_of(tmp_path / "nested", [{"ema": {"s": one}} for one in (SHADOW, SHADOW, half)])
@@ -124,6 +143,7 @@ HEALTHY_LISTS: dict[str, list[object]] = {
     "named losses": [{str(key): torch.ones(1) for key in range(count)} for count in (3, 3, 3, 2)],
     "named parameters that are added": [{}, {}, NAMED, NAMED],
     "named parameters that are added last": [{}, {}, {}, NAMED],
+    "a key that only some saves have": [{"a": 1, "b": 1}, {"a": 1}, {"a": 1, "b": 1}, {"a": 1}],
     "two precisions": [SHADOW, [tensor.half() for tensor in SHADOW]] * 2,
 }
 

@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from ckptfix import check, latest_checkpoint, repair
+from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_configs_of_hooks import problems
+from tests.diagnosis.test_older_saves import with_etags_of_bytes
 from tests.stores.servers import upload_folder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -355,6 +357,36 @@ def test_an_average_and_its_model_have_different_keys(
     _changed(folder / name / WEIGHTS, change)
     _refused(Script("unet", average="unet_ema"), folder)
     assert f"{name}/{WEIGHTS}: it holds" in "".join(problems(folder))
+
+
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("names", [("unet", "unet_ema"), ("unet_ema", "unet")])
+@pytest.mark.filterwarnings("ignore")
+def test_an_average_with_the_weights_of_its_model(
+    number: int, names: tuple[str, str], tmp_path: Path
+) -> None:
+    """unet copied over unet_ema was clean. In the first save of EMAModel both are equal."""
+    script = Script("unet", average="unet_ema")
+    for saved in range(1, 6):
+        script.saved(tmp_path / f"run/checkpoint-{saved}")
+    source, target = names
+    folder = tmp_path / f"run/checkpoint-{number}"
+    shutil.copy(folder / source / WEIGHTS, folder / target / WEIGHTS)
+    Script("unet", average="unet_ema").loads(folder)
+    url = f"memory://{os.urandom(6).hex()}/run"
+    upload_folder(tmp_path / "run", url)
+    with_etags_of_bytes(url)
+    for place in (folder, f"{url}/checkpoint-{number}"):
+        (finding,) = check(place).findings
+        count = {4: 3, 5: 2}[number]
+        assert str(finding) == (
+            f"unet_ema/{WEIGHTS}: it holds the weights of unet/ (expected an average that differs "
+            f"from them, as in {count} neighbouring checkpoints)"
+        )
+        assert finding.severity is Severity.NOTE
+        assert finding.differs
+    others = [tmp_path / f"run/checkpoint-{saved}" for saved in range(1, 6) if saved != number]
+    assert [problems(other) for other in others] == [[]] * 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from ckptfix import check
 from ckptfix.checkpoint import neighbours
 from ckptfix.cli import run
+from tests.diagnosis.test_optimizer_states import save
 from tests.diagnosis.test_stale_saves import (
     OPTIMIZER,
     SCHEDULER,
@@ -301,3 +302,39 @@ def test_each_file_of_a_healthy_run_is_sampled_once(tmp_path: Path) -> None:
             counts.append(count)
     assert counts[1] <= 2.2 * counts[0] <= 2.2 * 2 * 20
     assert load_file(folder / WEIGHTS)["w"][0] == 40
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("target", [2, 3])
+def test_an_old_model_of_two_that_sgd_trains_is_a_note(
+    tmp_path: Path, target: int, is_frozen: bool
+) -> None:
+    """SGD without momentum keeps nothing that shows what it trains: one of two was clean."""
+    models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer, 0.9) for optimizer in optimizers]
+    for number in range(4):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            if not (is_frozen and model is models[0]):
+                optimizer.zero_grad()
+                model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+        save(tmp_path / f"checkpoint_{number}", models, [*optimizers, *schedulers])
+    if is_frozen:
+        assert stale_saves(tmp_path) == {}
+        return
+    weights = tmp_path / f"checkpoint_{target}/{WEIGHTS}"
+    shutil.copy(tmp_path / f"checkpoint_{target - 1}/{WEIGHTS}", weights)
+    ((name, ((severity, words),)),) = stale_saves(tmp_path).items()
+    assert (name, severity) == (f"checkpoint_{target}", "note")
+    assert words.startswith(f"{WEIGHTS}: weights as in checkpoint_{target - 1} (expected different")
+
+
+def stale_saves(output: Path) -> dict[str, list[tuple[str, str]]]:
+    """Return the findings about old files, without those about equal states of SGD."""
+    every = {
+        name: [told for told in found if "same state" not in told[1]]
+        for name, found in in_names(output).items()
+    }
+    return {name: found for name, found in every.items() if found}

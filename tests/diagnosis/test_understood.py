@@ -64,9 +64,9 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         str(check(folder))
         == f"{folder}: no error found (4 files, 4 tensors, 33.8 KiB)\n  model      "
         "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
-        "AdamW): 4 parameters\n  saved by   2 processes\nnot checked: values of tensors, "
-        "checksums of tensor records in torch zip files, whether all files belong to one save, "
-        "whether keys and shapes match the script's model; "
+        "AdamW): 4 parameters\n  saved by   at least 2 processes\nnot checked: values of tensors, "
+        "checksums of tensor records in torch zip files, whether all files belong to one save "
+        "and none is missing, whether keys and shapes match the script's model; "
         f"for details: ckptfix check -v {folder}"
     )
 
@@ -85,9 +85,9 @@ def test_verbose_lists_what_was_not_checked(
             "checks them"
         ),
         (
-            "not checked: whether all files belong to one save: no file records which save "
-            "wrote it, and most saves do not list their files; check -r RUN compares the checkpoint "
-            "with its neighbours; only a seal right after each save proves it"
+            "not checked: whether all files belong to one save and none is missing: no file "
+            "records which save wrote it, and no other checkpoint of the run is next to this one "
+            "to show how many ranks, models and states it has; only a seal right after each save proves it"
         ),
         "not checked: whether keys and shapes match the script's model; the load compares them",
     ]
@@ -271,7 +271,7 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [
         "  model      pytorch_model/ (DeepSpeed): 14 tensors, 4 files",
-        "  saved by   2 processes",
+        "  saved by   at least 2 processes",
     ]
 
 
@@ -533,7 +533,7 @@ def test_a_model_in_a_sub_folder_and_its_broken_config(
         "  model      unet/diffusion_pytorch_model.safetensors (UNet2DModel): 1 tensor, F32, 12 B"
         in lines
     )
-    assert "  saved by   2 processes, diffusers 0.35" in lines
+    assert "  saved by   at least 2 processes, diffusers 0.35" in lines
     (folder / "unet" / "config.json").write_text("{")
     (finding,) = check(folder / "unet").findings
     assert str(finding) == "config.json: not JSON, so the Trainer and from_pretrained fail"

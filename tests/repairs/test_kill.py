@@ -303,7 +303,7 @@ def test_a_full_disk_changes_nothing(
     """A real ENOSPC wherever it strikes: from no free page to enough, as if another process took
     the room.
     """
-    monkeypatch.setattr("ckptfix.repairs.repair.free_space", lambda path: 1 << 40)
+    monkeypatch.setattr("ckptfix.repairs.repair.free_space", lambda path: (1 << 40, 4096))
     fixture, policy, _ = SCENARIOS[name]
     folder = tmpfs / "c"
     shutil.copytree(FIXTURES / fixture / "checkpoint", folder)
@@ -398,3 +398,27 @@ def _tree(folder: Path) -> dict[str, tuple[str, int, bytes]]:
         )
         for path in sorted(folder.rglob("*"))
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["drop and renumber", "append to a zip", "new files", "rename shards and index"]
+)
+def test_a_repair_asks_for_no_more_room_than_it_may_need(
+    tmpfs: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An edit of a header needed 1 MiB of free space. What is asked for must be enough."""
+    fixture, policy, _ = SCENARIOS[name]
+    folder = tmpfs / "c"
+    shutil.copytree(FIXTURES / fixture / "checkpoint", folder)
+    filler = tmpfs / "filler"
+    for pages in range(10, 60):
+        with filler.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            os.ftruncate(file.fileno(), file.tell() // 4096 * 4096 - pages * 4096)
+        if cli(["repair", str(folder), *(["--atomic"] if policy.atomic else [])]) == 0:
+            break
+        assert "of free space, but only" in capsys.readouterr().err
+    assert 10 < pages < 50

@@ -120,10 +120,10 @@ def as_of_0_4_0(folder: Path) -> None:
 
 
 def test_sizes_are_said_as_people_read_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.repairs.repair.free_space", lambda root: 1000)
+    monkeypatch.setattr("ckptfix.repairs.repair.free_space", lambda root: (1000, 4096))
     with pytest.raises(
         OperationError,
-        match=r"needs [0-9.]+ MiB of free space, but only 1000 B is free on this disk",
+        match=r"needs [0-9.]+ KiB of free space, but only 1000 B is free on this disk",
     ):
         repair(folder)
 

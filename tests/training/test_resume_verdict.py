@@ -398,7 +398,15 @@ EVIDENCE: dict[str, Evidence] = {
     "stateful-one-file": Evidence("batch", world=2, before={"stateful": True, "dispatched": True}),
     "scaler-stepped": Evidence("scaler", saved={"distributed": "FSDP"}),
     "generators-not-loaded": Evidence("generators", was_loaded=False),
+    "state-in-no-checkpoint": Evidence("loss"),
 }
+
+
+def test_a_generator_of_the_script_is_a_cause_next_to_restored_ones() -> None:
+    """prove-resume said "save between epochs" alone of a script with a generator of numpy."""
+    found = cause_of(Evidence("generators", saved={"inside_pass": True}))
+    assert found is not None
+    assert "if losses still differ then, the script has a random generator" in found.change
 
 
 @pytest.mark.parametrize("code", EVIDENCE)

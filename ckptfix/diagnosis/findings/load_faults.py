@@ -5,7 +5,7 @@ contradict the tensors.
 from typing import ClassVar
 
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.wording import count_of, list_names
 
 _SAVE_UNWRAPPED = (
@@ -331,8 +331,8 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the rank in `adapter_config.json` differs from the rank of the tensors: PEFT fails with "
-        "`size mismatch`"
+        "the rank in `adapter_config.json` differs from the rank of the tensors, so that PEFT "
+        "fails with `size mismatch`, or its `bias` is a value that PEFT does not know"
     )
 
     modules: int
@@ -355,6 +355,33 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
             "config and weights come from two runs: copy both again from one save, or write the "
             "tensors' rank into adapter_config.json (r, or rank_pattern for single modules)"
         )
+
+
+class UnknownBias(Finding, frozen=True, kw_only=True):
+    """A ``bias`` in the config of a LoRA that PEFT does not know. ``value``: as JSON has it."""
+
+    code = MismatchedAdapter.code
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = MismatchedAdapter.meaning
+
+    value: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: bias is {self.value} in adapter_config.json (expected none, all or "
+            "lora_only); PEFT fails to load the adapter"
+        )
+
+    @property
+    def resume(self) -> Resume:
+        """The outcome of a resume: it loads into the adapter of the script."""
+        return Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice to correct the config."""
+        return "copy adapter_config.json again from its source, or set bias as in the training run"
 
 
 class UntrainedAdapter(Finding, frozen=True, kw_only=True):

@@ -93,6 +93,23 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     severity = Severity.NOTE
     differs = True
 
+    @property
+    def advice(self) -> str:
+        """Advice as for ``MisplacedEntry``: only the script before the change surely fails."""
+        return f"with the script of its neighbours, {super().advice}"
+
+
+class CopiedAverage(ChangedEntry, frozen=True):
+    """An average with the weights of its model, where either may have been copied over the other."""
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring both, unless the script began the average anew."""
+        return (
+            f"{self.effect}: copy both folders again from their source, or use an older "
+            "checkpoint. If the script began the average anew, ignore this"
+        )
+
 
 class CopiedRandomStates(MisplacedEntry, frozen=True):
     """The random states of another rank, which a script that goes on with more ranks may have

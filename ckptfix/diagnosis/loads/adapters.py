@@ -6,6 +6,7 @@ dropped without a word, a parameter without a key stays as it was made, and anot
 RuntimeError.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     NewAdapter,
     PassedOver,
     UngatheredParts,
+    UnknownBias,
     UnneededParts,
     UntrainedAdapter,
 )
@@ -59,6 +61,12 @@ _PARTS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
 _PARTS_BY_SETTING = {"use_dora": (("lora_magnitude_vector",),), "lora_bias": (("lora_B.bias",),)}
 """Setting of a LoRA -> a further group. PEFT has both in every module, and no biases in embeddings.
 """
+
+_BIASES = ("none", "all", "lora_only")
+"""Values that LoRA takes (PEFT 0.15 to 0.21): with any other its load raises an error."""
+
+_MOST_OF_VALUE = 40
+"""Characters of a value in a config that a sentence quotes."""
 
 _RANKS = {
     "LORA": {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1},
@@ -162,6 +170,9 @@ def judge_adapter(load: Load) -> Iterator[Told]:
         is_told = not placed and isinstance(load.config.get("target_modules"), list)
         if len(placed) < len(parameters) and not is_told:
             yield _without_place(load, placed, parameters)
+        bias = load.config.get("bias", "none")
+        if kind == "LORA" and bias not in _BIASES:
+            yield UnknownBias(path=load.path, value=json.dumps(bias)[:_MOST_OF_VALUE])
         yield from _ranks(
             load, kind, [parameter for parameter in parameters if parameter.key not in lost]
         )

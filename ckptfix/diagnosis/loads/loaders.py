@@ -6,6 +6,7 @@ tensor, as JSON.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from ckptfix.diagnosis.findings.load_faults import (
     IncompleteAdapter,
     MismatchedAdapter,
     PassedOver,
+    UnknownBias,
     UnusedKeys,
 )
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
@@ -47,8 +49,13 @@ from ckptfix.devices.reload.oracle import main
 main()
 """
 
-_TOLD_BY_A_LOAD = (UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig, MissingHead)
+_TOLD_BY_A_LOAD = (
+    UnusedKeys, IncompleteAdapter, MismatchedAdapter, MismatchedConfig, MissingHead, UnknownBias,
+)  # fmt: skip
 """Findings about keys and shapes, of which the load by the library itself is the better judge."""
+
+_PLACE = re.compile(r"/[^\s'\"]*/ckptfix-\w{8}\b")
+"""The temporary folder with the configs, as an error of a library names it."""
 
 _NOBODY = (
     "from_pretrained of transformers, PEFT and diffusers needs weights under the library's own "
@@ -140,7 +147,8 @@ class Loaders:
             ]
             findings = tuple(finding for finding in findings if finding not in wrong)
             words = tuple(f"{finding} [{finding.code}]" for finding in wrong)
-            outcomes.append(outcome._replace(contradicts=words))
+            known = next((one.code for one in of_files if isinstance(one, _TOLD_BY_A_LOAD)), "")
+            outcomes.append(outcome._replace(contradicts=words, finding=known))
         if not outcomes and not is_asked_below and not self._is_of_many:
             path = str(groups[0].path) if groups else "this folder"
             values = read_config(folder.root, CONFIG)
@@ -192,7 +200,10 @@ class Loaders:
             said = json.loads(self._child.ask(json.dumps(asked._asdict()).encode()))
         except (ChildEnded, OSError) as error:
             return answer._replace(unchecked=str(error))
-        return read_outcome(said)._replace(path=answer.path)
+        outcome = read_outcome(said)
+        return outcome._replace(
+            path=answer.path, refused=_PLACE.sub("this folder", outcome.refused)
+        )
 
 
 def _path_of_imports() -> list[str]:

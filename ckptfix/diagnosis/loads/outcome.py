@@ -26,6 +26,7 @@ class LoadOutcome(NamedTuple):
     ``contradicts``: findings from headers alone that the load shows to be wrong, in words.
     ``components``: the number of those that a pipeline takes, None for anything else. ``rounded``:
     the dtype of the file and the narrower one of the model, "" where no value is rounded.
+    ``finding``: the code of one about the same file, whose advice is better than that of a load.
     """
 
     path: str
@@ -43,6 +44,7 @@ class LoadOutcome(NamedTuple):
     contradicts: tuple[str, ...] = ()
     components: int | None = None
     rounded: str = ""
+    finding: str = ""
 
     @property
     def status(self) -> int:
@@ -105,7 +107,9 @@ class LoadOutcome(NamedTuple):
             yield line(f"    values are rounded: {self.rounded}, the dtype in the config")
         if self.refused:
             yield line(f"    the load fails: {self.refused}")
-        if self.status:
+        if self.status and self.finding:
+            yield line(f"    help: {self.finding} above says what to do")
+        elif self.status:
             library = self.library.partition(" ")[0]
             base = ", or correct base_model_name_or_path if it names a different model"
             yield line(

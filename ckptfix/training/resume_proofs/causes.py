@@ -464,7 +464,9 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "load_state restores the random states, and then the new dataloader iterator draws "
         "from them",
-        "save between epochs",
+        # A loss without dropout does not depend on these states.
+        "save between epochs; if losses still differ then, the script has a random generator of "
+        "its own, or leaves the model in eval mode",
         is_restored=True,
         trainer_words=(
             "the Trainer restores the random states only after it has fetched batches, for "
@@ -500,6 +502,15 @@ CAUSES: tuple[Cause, ...] = (
             "do not draw random numbers or set a seed in a callback between the save and the next "
             "step"
         ),
+    ),
+    Cause(
+        "state-in-no-checkpoint",
+        lambda one: one.state == "loss" and one.is_first and one.was_loaded,
+        "the loss depends on a state in no checkpoint, such as a random generator of the script's "
+        "own, or the training mode of the model",
+        "accelerator.register_for_checkpointing(generator) with a state_dict, and model.train() "
+        "after a resume",
+        trainer_change="save and load that state in a callback of the Trainer",
     ),
 )
 """Every known cause, the most specific ones first."""
