@@ -173,6 +173,7 @@ def _planned(
                 _plan(target, policy, None, progress),
                 recovered=recovered is not None and recovered.has_changed,
                 finished=recovered is not None and recovered.finished is not None,
+                has_locked=True,
             )
     return _plan(target, policy, None, progress)
 
@@ -182,10 +183,11 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
 
     ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the
     checkpoints next to it have. ``pending``: the findings about an interrupted run, which
-    ``execute`` rolls back first. ``recovered``: one was rolled back before planning, or in a store
-    ``finished``. ``output``: the folder for a repaired copy. ``carriage``: of a checkpoint in a
-    store the bytes to travel, in words. ``opened``: closed by ``execute``, where the plan was made
-    for a URL. ``neighbours``: those of the source for a copy.
+    ``execute`` rolls back first, or in a store finishes. ``recovered``: one was rolled back before
+    planning, or in a store ``finished``. ``has_locked``: that was under the lock. ``output``: the
+    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in
+    words. ``opened``: closed by ``execute``, where the plan was made for a URL. ``neighbours``:
+    those of the source for a copy.
     """
 
     target: Target
@@ -198,6 +200,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     pending: tuple[Finding, ...]
     recovered: bool
     finished: bool = False
+    has_locked: bool = False
     carriage: str | None = None
     opened: ExitStack | None = None
     neighbours: Neighbours
@@ -246,8 +249,9 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         byte counts.
 
         Raises ChangedError when a file changed since planning, other OperationErrors (LockedError,
-        JournalError, RolledBackError) when it could not finish: the folder is then as it was. The
-        plan of a URL is executed once: UsageError after that.
+        RolledBackError) when it could not finish: the folder is then as it was. After JournalError
+        it may be partly changed, and the next run rolls back, or in a store finishes. The plan of a
+        URL is executed once: UsageError after that.
         """
         if isinstance(root := self.target.root, StorePath) and root.files.is_closed:
             raise UsageError(
@@ -261,8 +265,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
                 return self._execute_on_copy(self.output, progress)
             if self.draft.is_empty and not transactions(root):
                 return self._receipt(self.diagnosis)
-            # A lock that was broken before the plan is another run's by now.
-            with locked(root, "repair", break_lock=break_lock and not self.recovered) as backend:
+            # The lock of a killed run was broken before the plan: one that is there now is not it.
+            with locked(root, "repair", break_lock=break_lock and not self.has_locked) as backend:
                 recovered = backend.recover()
                 if recovered is None or not recovered.has_changed:
                     return self._apply(backend, progress, transfer=transfer)

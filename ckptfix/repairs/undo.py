@@ -69,13 +69,13 @@ def undo(
 ) -> UndoReceipt:
     """Undo the last repair of a folder, or of a lone file.
 
-    A repair that was killed is rolled back instead; one that had changed nothing yet does not
-    count. Every byte that comes back is compared with its
-    digest in the journal first; times of files do not matter. ``force``, for a journal of 0.4.0,
-    which has no digests, and for a repair that was killed: accept files whose time changed while
-    their size and their ends did not. In a store a repair that was killed while it replaced objects
-    is finished, and then undone; ``transfer`` lets bytes go through this machine where the store
-    cannot compose, ``break_lock`` takes over the lock of a run that was killed.
+    A repair that was killed is rolled back instead, and in a store finished and then undone; one
+    that had changed nothing yet does not count. In a folder every byte that comes back is compared
+    with its digest in the journal first, and times of files do not matter; in a store the ETags of
+    all objects are compared. ``force``, for a journal of 0.4.0, which has no digests, and for a
+    repair that was killed: accept files whose time changed while their size and their ends did not.
+    ``transfer`` lets bytes go through this machine where the store cannot compose, ``break_lock``
+    takes over the lock of a run that was killed.
 
     Raises UsageError when there is nothing to undo, ChangedError when a file changed since the
     repair or cannot be proven the same, LockedError and JournalError as ``repair`` does. Nothing is

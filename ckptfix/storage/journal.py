@@ -36,7 +36,7 @@ _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 class State(Enum):
     """State of a transaction, the end of its folder's name."""
 
-    BUILDING = "building"  # garbage: no name was changed yet
+    BUILDING = "building"  # garbage: no name was changed yet, or an undo restored all
     PENDING = "pending"  # rolled back by the next run, or in a store finished
     DONE = "done"  # committed; can be undone
 
@@ -66,8 +66,12 @@ class TransactionInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def is_interrupted(self) -> bool:
-        """True where a run was killed or runs, and where that cannot be read."""
-        return self.state is State.PENDING or self.problem is not None
+        """True where a run was killed or runs, and where that cannot be read.
+
+        What is done stays done without its records: then only an undo is refused.
+        """
+        is_unknown = self.problem is not None and self.state is not State.DONE
+        return self.state is State.PENDING or is_unknown
 
 
 def transactions(root: AnyPath) -> tuple[TransactionInfo, ...]:

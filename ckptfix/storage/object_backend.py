@@ -1,8 +1,24 @@
 """Transactions in a store: every new object is composed at a key of its own, and proven there.
 
 Only then the state becomes "commit", and each is copied over its name by a write that holds only
-while the name has its old object. No name is ever half new, and a run that is cut short is rolled
-back before "commit", and finished after it (``transactions`` has the states).
+while the name has its old object. No name is ever half new. N is the number of a transaction; what
+is written, in this order, and what the next ``repair`` or ``undo`` does after a kill behind it::
+
+    lock                               refused until --break-lock; deletes what has no state
+    N.objects/state.json: "staging"    deletes N, its state last: nothing was changed
+    N.objects/plan, kept/i, new/i      the same, with the parts of uploads that were cut short
+    (proof: read with new/i shown at their names; then all ETags are compared again)
+    N.objects/state.json: "commit"     copies what is not copied yet, and goes on below
+    each name: data, indexes,          the same; a name with the mark of N is done, one with its old
+      then deletions, the manifest     object is not, and any other one is left alone: JournalError
+    (of an undo: new ETags are put into the states of the transactions before the undone one)
+    N.objects/state.json: "done"       deletes the objects that no undo needs
+    (of an undo: the undone transaction and N are deleted, each with its state last)
+
+``check`` takes no lock, and reports "commit" alone as an interrupted repair. Every state is written
+only while the one before it is there, so of two runs one fails. ``repair`` ends what was cut short
+and plans anew. ``undo`` ends it, too, and undoes a repair that was finished so; a finished undo is
+its answer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,7 +100,7 @@ class ObjectBackend:
     def begin(
         self, plan: TransactionPlan, *, transfer: bool = False, progress: Progress | None = None
     ) -> "ObjectAttempt":
-        """Plan the new objects, and the way back. Nothing is written.
+        """Plan the new objects, and the way back. Nothing is written but a probe of conditions.
 
         Raises UsageError where bytes must travel and ``transfer`` does not allow it; ChangedError
         where an object is not the one that the edits were planned for.
@@ -325,8 +341,7 @@ class ObjectAttempt:
                     if not isinstance(error, Exception):
                         raise error
                     raise JournalError(
-                        f"{error}; nothing has been changed yet; the next run finishes it or rolls "
-                        "it back"
+                        f"{error}; the next run finishes this transaction or rolls it back"
                     )
                 _delete_transaction(store, found)
         except CkptfixError as second:
@@ -513,11 +528,16 @@ def _pass_on(store: Store, undone: int, restored: Mapping[str, ObjectInfo | None
         after = {
             change.key: restored[change.key]
             for change in left.changes
-            if change.old is not None and state.after.get(change.key) == change.old
+            if change.old is not None and _is_etag_of(change.old, state.after.get(change.key))
         }
         if after:
             new = replace(state, after={**state.after, **after})
             write_state(store, number, new, one.objects["state.json"].etag)
+
+
+def _is_etag_of(old: ObjectInfo, now: ObjectInfo | None) -> bool:
+    """Return whether two are one object. MinIO lists times in ms, and answers HEAD in seconds."""
+    return now is not None and now.etag == old.etag
 
 
 def _place(

@@ -3,7 +3,7 @@
 A store cannot rename. So the state of a transaction is an object that changes by a conditional
 write, and all other objects of transaction 7 lie below ``.ckptfix/0007.objects/``::
 
-    state.json    "staging": nothing was touched; "commit": names are being replaced; "done": every name is
+    state.json    "staging": nothing was touched; "commit": names are being replaced; "done": all are
     plan          a line with the sha256 of what follows, a line of JSON, and the literal bytes that it refers to
     new/3         the new object of change 3, until it is copied over its name
     kept/2        the copy of what edit 2 replaces or deletes

@@ -170,8 +170,9 @@ def undo(
     """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted
     without a proof.
 
-    Every byte that comes back is compared with the digests in the journal first; of bytes that stay
-    in place, the size, both ends and pages between them. Times prove nothing. ``force`` accepts
+    In a folder every byte that comes back is compared with the digests in the journal first; of bytes
+    that stay in place, the size, both ends and pages between them. Times prove nothing. In a store
+    the ETags of all objects are compared, and nothing is read. ``force`` accepts
     another time of files of which a journal of 0.4.0 or older has no digest, and nothing else.
 
     The caller holds the lock and has recovered. Raises UsageError when there is no such
