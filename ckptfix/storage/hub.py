@@ -13,6 +13,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -55,6 +56,16 @@ _turns: dict[tuple[str, ...], threading.RLock] = {}
 """One thread at a time makes a commit of a branch: of two at once the hub refuses one."""
 
 
+class _Failed(Exception):
+    """An answer of the hub that is none of success."""
+
+    def __init__(self, response: Any) -> None:
+        super().__init__(
+            f"{response.status_code} {response.headers.get('x-error-message', '')}".strip()
+        )
+        self.response = response
+
+
 class HubStore(Store):
     """One folder of a repository of the hub, at one of its branches, tags or commits."""
 
@@ -76,7 +87,6 @@ class HubStore(Store):
             )
         self._type = (match[1] or "models").removesuffix("s")
         self._repo, self._branch = match[2], match[3] or "main"
-        self._named = {"repo_id": self._repo, "repo_type": self._type}
         api = HfApi()
         where = (api.endpoint, self._type, self._repo, self._branch)
         self._turn = _turns.setdefault(where, threading.RLock())
@@ -99,41 +109,49 @@ class HubStore(Store):
         response = getattr(utils.get_session(), method)(
             address, headers=headers, timeout=seconds or stores.PATIENCE.answer, **words
         )
-        utils.hf_raise_for_status(response)
+        if response.status_code >= 400:
+            raise _Failed(response)
         return response
 
     def _head(self) -> str:
         """Return the commit that the branch is at."""
-        self.traffic.add()
-        return str(self._files.repo_info(**self._named, revision=self._branch).sha)
+        return str(self._ask("get", f"revision/{quote(self._branch, safe='')}").json()["sha"])
+
+    def _tree(
+        self, path: str, commit: str, *, deep: bool
+    ) -> Iterator[tuple[str, ObjectInfo | None]]:
+        """Yield the paths below a folder at a commit, with None for a folder in it."""
+        below = f"/{quote(path, safe='')}" if path else ""
+        address = f"tree/{commit}{below}?recursive={str(deep).lower()}&expand=false"
+        while address:
+            try:
+                page = self._persist(path, partial(self._ask, "get", address), has_condition=True)
+            except FileNotFoundError:
+                return
+            for one in page.json():
+                yield one["path"], _info(one) if one["type"] == "file" else None
+            address = page.links.get("next", {}).get("url", "")
 
     def _infos(self, paths: Sequence[str], revision: str) -> dict[str, ObjectInfo]:
         """Return the facts about those of the paths that are files at a revision."""
         found = {}
         for begin in range(0, len(paths), _PATHS):
-            self.traffic.add()
-            some = list(paths[begin : begin + _PATHS])
-            for entry in self._files.get_paths_info(**self._named, paths=some, revision=revision):
-                if (info := _info(entry)) is not None:
-                    found[entry.path] = info
+            words = {"paths": list(paths[begin : begin + _PATHS]), "expand": "false"}
+            for one in self._ask(
+                "post", f"paths-info/{quote(revision, safe='')}", data=words
+            ).json():
+                if one["type"] == "file":
+                    found[one["path"]] = _info(one)
         return found
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
         start = len(self._base) + 1 if self._base else 0
-        where = self._path(below.rstrip("/")) or None
-        self.traffic.add()
-        try:
-            # At one commit: its pages may come before and after another one.
-            for entry in self._files.list_repo_tree(
-                **self._named, path_in_repo=where, recursive=deep, revision=self._head()
-            ):
-                if (info := _info(entry)) is not None:
-                    yield entry.path[start:], info
-                elif not deep:
-                    yield f"{entry.path[start:]}/", None
-        except Exception as error:
-            if not isinstance(self._judge(error), FileNotFoundError):
-                raise
+        head = self._persist(below, self._head)
+        for path, info in self._tree(self._path(below.rstrip("/")), head, deep=deep):
+            if info is not None:
+                yield path[start:], info
+            elif not deep:
+                yield f"{path[start:]}/", None
 
     def _stat(self, key: str) -> ObjectInfo | None:
         path = self._path(key)
@@ -282,7 +300,7 @@ class HubStore(Store):
         try:
             with _quiet():
                 self._files.create_commit(
-                    **self._named, operations=operations, commit_message=title,
+                    self._repo, operations, commit_message=title, repo_type=self._type,
                     revision=self._branch, parent_commit=parent,
                 )  # fmt: skip
         except Exception as error:
@@ -354,11 +372,12 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _info(entry: Any) -> ObjectInfo | None:
-    """Return the facts about a file, None for a folder. ETag: its sha256, or its id in git."""
-    if not hasattr(entry, "size"):
-        return None
-    return ObjectInfo(entry.size, str(entry.lfs.sha256 if entry.lfs else entry.blob_id), 0)
+def _info(one: Mapping[str, Any]) -> ObjectInfo:
+    """Return the facts about a file; its ETag is the sha256 of a large file, the id of git of any
+    other.
+    """
+    large = one.get("lfs")
+    return ObjectInfo(one["size"], str(large["oid"] if large else one["oid"]), 0)
 
 
 def _etag_of(response: Any) -> str:
