@@ -47,6 +47,9 @@ _LOCAL = frozenset(
 )
 """Types of disks that one machine has for itself, so that one inode there is one file."""
 
+UNNAMED = "an unnamed FUSE program, such as goofys"
+"""goofys before 2022 mounts with the type ``fuse`` and the bucket as its source."""
+
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
@@ -72,16 +75,13 @@ def object_mount_of(
         inside = one.point == "/" or real == one.point or real.startswith(f"{one.point}/")
         if inside and (best is None or len(one.point) >= len(best.point)):
             best = one
-    if best is None:
-        return None
-    # Mounted without a name of its own type, the program is the source.
-    name = best.source.partition("#")[0] if best.kind == "fuse" else best.kind
-    program = _PROGRAMS.get(name.removeprefix("fuse."))
-    return None if program is None else ObjectMount(best.point, program, best.source)
+    return None if best is None else _object_mount(best.point, best.kind, best.source)
 
 
 def local_devices(mountinfo: str | None = None) -> frozenset[int]:
-    """Return the devices (``st_dev``) of file systems that one machine has for itself."""
+    """Return the devices, as ``os.stat`` has them, of file systems that no other machine can have
+    mounted, too.
+    """
     return frozenset(one.device for one in _mounts(mountinfo) if one.kind in _LOCAL)
 
 
@@ -119,6 +119,15 @@ def _parsed(text: bytes) -> tuple[_Mount, ...]:
         device = os.makedev(int(major), int(minor)) if major.isdigit() and minor.isdigit() else -1
         found.append(_Mount(device, _text(words[4]), _text(rest[0]), _text(rest[1])))
     return tuple(found)
+
+
+def _object_mount(point: str, kind: str, source: str) -> ObjectMount | None:
+    if kind == "fuse":
+        known = _PROGRAMS.get(source.partition("#")[0])
+        is_path = source.startswith("/")  # a device, or the folder that an overlay is of
+        return None if known is None and is_path else ObjectMount(point, known or UNNAMED, source)
+    program = _PROGRAMS.get(kind.removeprefix("fuse."))
+    return None if program is None else ObjectMount(point, program, source)
 
 
 def _text(word: bytes) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.storage.mounts import local_devices, object_mount_of
+from ckptfix.storage.mounts import UNNAMED, local_devices, object_mount_of
 
 LIST = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 44 22 0:43 / /mnt/gcs rw,nosuid,nodev,relatime shared:49 - fuse.gcsfuse my-bucket rw,user_id=2001
@@ -34,7 +34,7 @@ def mountinfo(tmp_path: Path) -> str:
         ("/mnt/gcs2", None),
         ("/mnt/s3 fs", "s3fs"),
         ("/mnt/goofys", "goofys"),
-        ("/mnt/old", None),
+        ("/mnt/old", UNNAMED),
         ("/mnt/mountpoint", "mountpoint-s3"),
         ("/mnt/rclone", "rclone mount"),
         ("/mnt/device/x", None),
