@@ -147,8 +147,9 @@ def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Seq
         for run in runs
     ):
         return False
-    if status_a.st_nlink == 1:
-        # Some FUSE and SMB mounts give two files the same inode number: their paths decide.
+    if status_a.st_nlink <= 1:
+        # Some FUSE and SMB mounts give two files the same inode number, and may report no links:
+        # their paths decide.
         try:
             links = (os.readlink(f"/proc/self/fd/{fd}") for fd in (fd_a, fd_b))
             is_one = len(set(links)) == 1

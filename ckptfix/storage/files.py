@@ -555,11 +555,34 @@ class Entry(Protocol):
         """Return its status."""
 
 
+class _StoreEntry(NamedTuple):
+    """An entry of a listing, which alone knows the folders next to an opened prefix."""
+
+    name: str
+    path: StorePath
+    is_folder: bool
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self.is_folder
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return self.path.stat()
+
+
 def folder_entries(folder: AnyPath) -> AbstractContextManager[Iterable[Entry]]:
     """Return the entries of a folder, as ``os.scandir``. Raises OSError."""
     if not isinstance(folder, StorePath):
         return os.scandir(folder)
-    return nullcontext([folder / name for name in names_in(folder)])
+    files, folders = _names(folder)
+    return nullcontext(
+        (
+            *(_StoreEntry(name, folder / name, False) for name in files),
+            *(_StoreEntry(name, folder / name, True) for name in folders),
+        )
+    )
 
 
 def names_in(folder: AnyPath) -> list[str]:

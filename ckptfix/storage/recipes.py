@@ -112,6 +112,9 @@ def build(
     ChangedError when a source ends before a range of it does, OperationError when it lies behind a
     link to a folder.
     """
+    # The file itself may be a link (a cache keeps its blobs so), the folders on the way to it may not.
+    sources = {piece.path for piece in recipe.pieces if not isinstance(piece, Literal)}
+    places = {path: locate(root, path) for path in sources}
     # 0600 until it is complete: a file that only its owner may read must not be open to others
     # meanwhile.
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -129,9 +132,7 @@ def build(
                 if isinstance(piece, Literal):
                     gathered += piece.data
                 else:
-                    # The file itself may be a link (a cache keeps its blobs so), the folders on the
-                    # way to it may not.
-                    source = files.descriptor(locate(root, piece.path))
+                    source = files.descriptor(places[piece.path])
                     if piece.length <= _SMALL:
                         data = os.pread(source, piece.length, piece.offset)
                         if len(data) != piece.length:

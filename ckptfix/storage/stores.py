@@ -307,7 +307,8 @@ class Store:
             self._files.pipe_file(path, data, mode=mode)
         except (Refused, FileExistsError):
             # Else an earlier attempt arrived, whose answer was lost.
-            if self._stat(key) is None or self._files.cat_file(path) != data:
+            now = self._stat(key)
+            if now is None or now.size != len(data) or self._files.cat_file(path) != data:
                 raise Refused from None
         return self._written(key, len(data))
 
@@ -521,7 +522,10 @@ class Store:
         expected: str | Expected = ANY,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        """Write a file as an object or nothing, and compare the size. Raises as ``put``."""
+        """Write a file as an object or nothing, and compare the size. Raises as ``put``.
+
+        An object with the same bytes is this one, where the store cannot mark its own.
+        """
         return self._write(key, expected, lambda: self._upload(key, path, expected, progress))
 
     def compose(

@@ -135,8 +135,9 @@ def test_one_inode_is_equal_only_at_equal_offsets(tmp_path: Path) -> None:
         assert not same_bytes_without_reading(a, b, [Run(0, 0, 8193)])
 
 
+@pytest.mark.parametrize("links", [1, 0])
 def test_equal_inode_numbers_alone_prove_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: int
 ) -> None:
     """Some FUSE and SMB mounts number two files alike; each then has one link and a name of its
     own.
@@ -148,7 +149,7 @@ def test_equal_inode_numbers_alone_prove_nothing(
 
     def fstat(fd: int) -> os.stat_result:
         status = list(real(fd))
-        status[1] = 7  # st_ino
+        status[1], status[3] = 7, links  # st_ino, st_nlink
         return os.stat_result(status)
 
     monkeypatch.setattr(os, "fstat", fstat)

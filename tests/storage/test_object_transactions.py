@@ -578,7 +578,7 @@ def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: Simu
     repaired.
     """
     other, numbers = open_simulated(cloud, URL), list[int]()
-    with pytest.raises(JournalError, match="finishes it or rolls it back"):
+    with pytest.raises(JournalError, match="finishes this transaction or rolls it back"):
         commit(store, verify=lambda: numbers.append(commit(other, break_lock=True)))
     assert numbers == [1]
     assert cloud.names() == NEW
