@@ -449,6 +449,39 @@ def test_an_adapter_whose_tensors_are_copied_or_shared(
     assert agrees(outcome, subject.real(tmp_path / "model"), tensors)
 
 
+SHARED: dict[str, tuple[Any, str]] = {
+    "VBLoRA": (
+        peft.VBLoRAConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, num_vectors=8, vector_length=4, topk=1
+        ),
+        "vblora_vector_bank",
+    ),
+    "multitask prompts": (
+        peft.MultitaskPromptTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2, num_ranks=1
+        ),
+        "prefix_task_cols",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_lost_parameters_that_peft_does_not_warn_of(name: str, tmp_path: Path) -> None:
+    """Those that all layers share, and those of prompt learning: "nothing stays random"."""
+    settings, lost = SHARED[name]
+    llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "model"))
+    assert ask(asked(load_of(tmp_path / "model"))).missing == ()
+    path = tmp_path / "model" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (key,) = [key for key in tensors if lost in key]
+    del tensors[key]
+    save_file(tensors, path, {"format": "pt"})
+    outcome = ask(asked(load_of(tmp_path / "model")))
+    assert (outcome.status, outcome.missing) == (1, (key,)), outcome
+
+
 @pytest.mark.parametrize(
     "settings",
     [

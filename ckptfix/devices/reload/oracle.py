@@ -532,12 +532,18 @@ def _adapted(
                 )
             raise
     said = [match[1] for warning in caught if (match := _MISSING.search(str(warning.message)))]
-    missing = [key for text in said for key in ast.literal_eval(text)]
+    missing = {key for text in said for key in ast.literal_eval(text)}
     placed = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     named = library.get_peft_model_state_dict(model, save_embedding_layers=False)
     # What PEFT would save under a key it has read from there, if only into a buffer: RandLoRA copies
     # its projections, and the layers of Lily share a matrix that the last of their keys fills.
     live = {key for key, tensor in tensors.items() if _storage(tensor) in placed or key in named}
+    # PEFT 0.21.2 leaves parameters that layers share out of its warning (VBLoRA's vector bank,
+    # TinyLoRA's vectors), and all of prompt learning.
+    read = {_storage(tensor) for tensor in tensors.values()}
+    missing |= {
+        key for key, tensor in named.items() if key not in tensors and _storage(tensor) not in read
+    }
     # Next to its own tensors a file may have those of a second adapter, which PEFT leaves out by
     # right.
     mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type) or "\0"
