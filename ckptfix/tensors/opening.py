@@ -24,7 +24,7 @@ from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.files import AnyPath, Openable, names_in
-from ckptfix.storage.paths import command, existing, listed_files
+from ckptfix.storage.paths import command, existing, listed_files, shell_path
 from ckptfix.tensors.dcp_tensors import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_weights
@@ -162,6 +162,9 @@ def _folder(root: AnyPath, *, original: bool) -> StoredCheckpoint:
             raise UsageError(f"{root} has no model weights: {folder.instead}")
         below = ("--recursive",) if folder.subfolders and not folder.components else ()
         why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
+        # Such as {"state_dict": ..., "epoch": 3} of a script: it may be a state of any kind.
+        if files := all_state_dicts(folder, of_modules=False):
+            why = f"next: name the file with the weights: {shell_path(root / files[0].files[0])}"
         raise UsageError(f"{root} has no model weights; {why}")
     return found
 

@@ -3,12 +3,14 @@
 ``compare`` does the work, ``diff_report`` is the answer.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained, read_config
 from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
@@ -16,6 +18,7 @@ from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import Openable, names_in
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import command, shell_path
 from ckptfix.tensors.numbers import has_numbers
 from ckptfix.tensors.opening import other_files
 from ckptfix.tensors.stored import StoredCheckpoint, Weights
@@ -67,6 +70,10 @@ def diff(
         {file for pair in optimizers for file in pair.a.files},
         {file for pair in optimizers for file in pair.b.files},
     )
+    others = [
+        [path for path in other_files(side) if path not in of_optimizers]
+        for side, of_optimizers in zip((left, right), compared, strict=True)
+    ]
     return DiffReport(
         a=str(a),
         b=str(b),
@@ -75,12 +82,17 @@ def diff(
         tolerance=tolerance,
         one_sided=tuple(_one_sided(*sides)),
         crossed=crossing(list(crossed(found.pairs))),
+        are_pretrained=left.root != right.root
+        and is_pretrained(left.root)
+        and is_pretrained(right.root),
         is_partial=not found.is_complete
         or any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *found.not_paired,
-            *_not_compared("A", left, compared[0]),
-            *_not_compared("B", right, compared[1]),
+            *_settings(left, right, others),
+            *_other_weights(left, right, others),
+            *_not_compared("A", left, others[0], compared[0]),
+            *_not_compared("B", right, others[1], compared[1]),
             *(
                 f"positions of models: {one.label} in A was compared with {other.label} in B, "
                 "because their keys match or no other was left"
@@ -146,14 +158,76 @@ def _one_sided(left: Side, right: Side) -> Iterator[str]:
 _OF_A_RUN = (Role.SCHEDULER, Role.GRAD_SCALER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 
 
+_OF_A_SAVE = {
+    "_diffusers_version", "_name_or_path", "base_model_name_or_path", "dtype", "peft_version",
+    "torch_dtype", "transformers_version",
+}  # fmt: skip
+"""Settings of configs that say how a model was saved, and not what it computes."""
+
+
+def _settings(
+    a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
+) -> Iterator[str]:
+    """Yield in words the settings that differ between configs: equal tensors then compute other
+    numbers.
+    """
+    for path in sorted({*others[0]}.intersection(others[1])):
+        if path.name not in (CONFIG, ADAPTER):
+            continue
+        one, other = (read_config(side.root / path.parent, path.name) for side in (a, b))
+        differing = [
+            f"{_plain(key)} is {_plain(one.get(key))} in A, {_plain(other.get(key))} in B"
+            for key in dict.fromkeys((*one, *other))
+            if key not in _OF_A_SAVE and _unordered(one.get(key)) != _unordered(other.get(key))
+        ]
+        if differing:
+            more = [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
+            words = "; ".join((*differing[:3], *more))
+            yield f"outputs of the models, although {path} differs: {words}"
+
+
+def _unordered(value: object) -> object:
+    """Return a value for a comparison: PEFT writes sets of names as lists in any order."""
+    is_of_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return sorted(value) if isinstance(value, list) and is_of_names else value
+
+
+def _plain(value: object) -> str:
+    text = json.dumps(value)
+    return text.strip('"') if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]}..."
+
+
+_LONGEST_SETTING = 40
+
+
+def _other_weights(
+    a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
+) -> Iterator[str]:
+    """Yield what holds other weights next to a model, such as an adapter or a variant, and how to
+    compare them.
+    """
+    homes = {one.home for checkpoint in (a, b) for one in checkpoint.weights}
+    for path in sorted({*others[0]}.intersection(others[1])):
+        name = parse_file_name(path.name)
+        if path.parent in homes and name is not None and name.is_of_library and name.shard is None:
+            words = f"{command('diff', a.root, str(path))} {shell_path(b.root / path)}"
+            yield (
+                f"weights in {path}: another model in its folder is loaded first; to compare them: "
+                f"{words}"
+            )
+
+
 def _not_compared(
-    side: str, checkpoint: StoredCheckpoint, of_optimizers: Collection[PurePosixPath]
+    side: str,
+    checkpoint: StoredCheckpoint,
+    others: Sequence[PurePosixPath],
+    of_optimizers: Collection[PurePosixPath],
 ) -> Iterator[str]:
     """Yield in words what of one side was left out as a whole. ``of_optimizers``: files of those
     that were compared.
     """
-    if others := [str(path) for path in other_files(checkpoint) if path not in of_optimizers]:
-        yield f"{count_of(len(others), 'other file')} in {side}: {list_names(others)}"
+    if others:
+        yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if left := left_of(weights, of_optimizers):
             label = weights.label.partition("[")[0] if weights.path else weights.label

@@ -210,8 +210,9 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words,
     "" when none do. ``one_sided``: states of a run that one of two folders of ``save_state`` lacks,
-    in words. ``not_compared``: in words. ``is_partial``: whether values of the models are among
-    that, or an optimizer that both sides have.
+    in words. ``not_compared``: in words. ``are_pretrained``: two folders of ``save_pretrained``.
+    ``is_partial``: whether values of the models are among that, or an optimizer that both sides
+    have.
     """
 
     json_keys: ClassVar = (
@@ -227,6 +228,7 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     optimizers: tuple[OptimizerDiff, ...] = ()
     crossed: str = ""
     one_sided: tuple[str, ...] = ()
+    are_pretrained: bool = False
     is_partial: bool = False
 
     def tensors(self) -> Iterator[TensorDiff]:
@@ -289,16 +291,33 @@ class DiffReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what must be known to read the figures, in words."""
+        tensors = list(self.tensors())
         ties = tuple(
             words
             for model in self.models
             for words in ties_in_words(model.ties, (model.a, model.b))
         )
-        if any(one.tally is not None and one.dtype_a != one.dtype_b for one in self.tensors()):
+        # merge_and_unload() and save_pretrained() record no base and no adapter.
+        if (
+            self.are_pretrained
+            and tensors
+            and not self.optimizers
+            and all(tensor.outcome is Outcome.EQUAL for tensor in tensors)
+        ):
             return (
                 *ties,
-                "tensors of different dtypes were compared as float64 or complex128, integers "
-                "exactly (except U64)",
+                (
+                    "both models have the same weights: if one was merged with an adapter or "
+                    "trained further, the merge or the training changed nothing"
+                ),
+            )
+        if any(one.tally is not None and one.dtype_a != one.dtype_b for one in tensors):
+            return (
+                *ties,
+                (
+                    "tensors of different dtypes were compared as float64 or complex128, integers "
+                    "exactly (except U64)"
+                ),
             )
         return ties
 

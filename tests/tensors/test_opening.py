@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptfix.errors import UsageError
 from ckptfix.tensors import opening
 from ckptfix.tensors.opening import open_checkpoint, other_files
 
@@ -32,3 +33,11 @@ def test_only_who_asks_for_other_files_walks_the_folder(
     monkeypatch.setattr(opening, "listed_files", None)
     assert open_checkpoint(tmp_path) == found
     assert other_files(open_checkpoint(tmp_path / "model.safetensors")) == ()
+
+
+def test_a_folder_with_a_dictionary_of_a_script_says_what_to_name(tmp_path: Path) -> None:
+    """Its check is clean, so that "next: ckptfix check" led in a circle."""
+    torch.save({"state_dict": {"w": torch.ones(3)}, "epoch": 3}, tmp_path / "last.ckpt")
+    with pytest.raises(UsageError, match=r"next: name the file with the weights: \S*last\.ckpt$"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path / "last.ckpt").weights

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
@@ -21,6 +22,7 @@ from ckptfix.verification import compare as reading
 from ckptfix.verification.diff_report import DiffReport, Outcome, TensorDiff, rows
 from ckptfix.verification.matching import match_names
 from tests.repairs.builders import write_safetensors
+from tests.tiny_adapters import llama
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 
@@ -109,6 +111,24 @@ CHANGED_NOTHING = (
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_merge_that_changed_nothing(tmp_path: Path, is_trained: bool) -> None:
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and is_trained:
+            torch.nn.init.normal_(parameter)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    report = diff(tmp_path / "base", tmp_path / "merged")
+    assert report.status == is_trained
+    assert report.notes == (() if is_trained else CHANGED_NOTHING)
+    # Two files, and two folders of a run, may be copies on purpose.
+    for name in ("base", "merged"):
+        (tmp_path / name / "config.json").unlink()
+    assert diff(tmp_path / "base", tmp_path / "merged").notes == ()
+
+
 def test_a_difference_within_the_tolerance_is_equal_and_said(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "a.safetensors")
     save_file({"w": torch.ones(4) * 1.001}, tmp_path / "b.safetensors")

@@ -67,6 +67,22 @@ def test_nothing_to_compare_is_not_equal(tmp_path: Path) -> None:
         diff(tmp_path / "empty.safetensors", tmp_path / "empty.safetensors")
 
 
+def test_settings_of_an_adapter_that_differ_are_named(tmp_path: Path) -> None:
+    settings = {"lora_alpha": 8, "target_modules": ["q", "v"], "peft_version": "0.17"}
+    others = {"lora_alpha": 64, "target_modules": ["v", "q"], "peft_version": "0.18"}
+    for name, config in (("a", settings), ("b", others), ("c", {**settings, "peft_version": "1"})):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "adapter_model.safetensors")
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert report.not_compared[0] == (
+        "outputs of the models, although adapter_config.json differs: lora_alpha is 8 in A, 64 in B"
+    )
+    assert not any(
+        "differs" in words for words in diff(tmp_path / "a", tmp_path / "c").not_compared
+    )
+
+
 def test_a_value_of_the_model_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
     numbers = torch.randn(4, dtype=torch.complex64)
     torch.save({**module(0), "c.w": numbers.conj()}, tmp_path / "a.bin")

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from ckptfix import diff, migrate, verify
 from ckptfix.cli import run
+from ckptfix.pages import html_text
+from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.diff_report import DiffReport, Outcome
 from ckptfix.verification.verify_report import Kind, VerifyReport
 from ckptfix.verification.verify_report import Outcome as Verdict
@@ -112,6 +114,7 @@ def test_it_is_a_note_in_every_report(tmp_path: Path) -> None:
     assert read["models"][0]["ties"] == [
         {"name": "head.weight", "side": "B", "tied_to": "embed.weight"}
     ]
+    assert html_text(NOTE) in html_page(report)
 
 
 def test_keys_with_wrappers_and_several_ties(tmp_path: Path) -> None:

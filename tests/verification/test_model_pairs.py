@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import UsageError, diff, verify
+from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.verify_report import Kind, Outcome
 
 State = dict[str, torch.Tensor]
@@ -46,6 +47,7 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
         "model_1.safetensors in A matches model.safetensors in B: a load would mix up the models"
     )
     assert not found.not_compared
+    assert found.as_json()["crossed"] in html_page(found)
     report = verify(one, against=other)
     assert report.count(Kind.TENSOR) == {
         Outcome.MATCH: 6,

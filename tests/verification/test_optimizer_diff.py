@@ -15,6 +15,7 @@ from ckptfix import UsageError
 from ckptfix.cli import run
 from ckptfix.conversion.migrate import migrate
 from ckptfix.verification.diff import diff
+from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.diff_report import DiffReport, Outcome
 from ckptfix.verification.verify import verify
 from ckptfix.verification.verify_report import Kind
@@ -528,6 +529,21 @@ def test_verify_against_names_numbers_by_a_model(
     assert "not checked: optimizer.bin: parameters matched by order" in capsys.readouterr().out
     assert run([*command, "--model", "tests.tensors.optimizer_ranks:Net"]) == 0
     assert "20 match" in capsys.readouterr().out
+
+
+def test_the_page_shows_optimizers(saved: Path, tmp_path: Path) -> None:
+    def both(state: dict[str, Any]) -> None:
+        moment(state)
+        hyperparameter(state)
+
+    page = html_page(diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, both)))
+    assert (
+        "<h2>optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by "
+        "position" in page
+    )
+    assert "1.exp_avg_sq" in page
+    assert "<li>betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B" in page
+    assert "steps and hyperparameters: 69 of 72 values equal" in page
 
 
 @pytest.mark.parametrize("name", ["ranks", "tiled-ranks", "copies-ranks", "tiled"])

@@ -165,7 +165,8 @@ def plain_backward(facts: Facts) -> Iterator[Said]:
             "loss.backward() instead of accelerator.backward(loss): gradients are too large with "
             "accumulation, and updates vanish with fp16; no error is raised",
             evidence=_shown(uses.backwards),
-            fix="call accelerator.backward(loss); at run time, ckptfix run SCRIPT warns about it",
+            fix="call accelerator.backward(loss), unless the loss is of a model that is never passed to "
+            "prepare(); at run time, ckptfix run SCRIPT warns about it",
         )
 
 
