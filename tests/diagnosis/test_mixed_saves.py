@@ -3,6 +3,7 @@ healthy run is.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch.optim import lr_scheduler
 
-from ckptfix import check, repair
+from ckptfix import check, cli, repair
 from tests.diagnosis.test_schedules import SCHEDULES, Run
 from tests.diagnosis.test_trainer_states import trainer_in
 from tests.sampling import sampled
+from tests.stores.servers import upload_folder
 from tests.test_golden import FIXTURES
 
 
@@ -193,7 +195,7 @@ def with_counts(root: Path, *positions: list[Counts]) -> list[Path]:
     """Save five checkpoints by hand, with an optimizer and its scheduler at each position."""
     folders = [root / f"checkpoint_{number}" for number in range(1, 6)]
     for number, folder in enumerate(folders):
-        folder.mkdir()
+        folder.mkdir(parents=True)
         torch.save({"step": number}, folder / "random_states_0.pkl")
         for index, counts in enumerate(positions):
             steps, moves, rate, last = counts[number]
@@ -279,6 +281,20 @@ def test_a_file_of_another_save_is_a_warning_where_no_count_fits(
     (words,) = told(folders[target - 1], proves=None)
     assert f"; checkpoint_{source} has the same rate" in words
     assert words.endswith("; the step counts of the two files do not match, either") == is_proven
+
+
+def test_the_counts_of_saves_in_a_store_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = with_counts(tmp_path / "run", [(n, n, 0.1 / n, 0.1 / n) for n in range(1, 6)])
+    shutil.copy(folders[0] / "scheduler.bin", folders[2])
+    url = f"memory://{os.urandom(6).hex()}/run"
+    upload_folder(tmp_path / "run", url)
+    for place in (str(tmp_path / "run"), url):
+        assert cli.run(["check", "-r", place]) == 1
+        out = capsys.readouterr().out
+        assert "warning mixed-saves: scheduler.bin: learning rate 0.1 (expected" in out
+        assert "5 checkpoints: 1 with warnings, 4 clean" in out
 
 
 def test_rates_in_tensors_and_a_second_scheduler_are_not_judged(tmp_path: Path) -> None:
