@@ -569,7 +569,7 @@ def _judged(
         yield finding
         return
     saved, of_earlier = list(saved_optimizers(folder, ())), list(saved_optimizers(earlier, ()))
-    stale: dict[type[StaleSave], list[PurePosixPath]] = {}
+    stale: dict[type[OldShard], list[PurePosixPath]] = {}
     for part in parts:
         if same_weights and not _is_trained(part, folder, saved, root, of_earlier):
             continue
@@ -578,10 +578,10 @@ def _judged(
             kind = OldShard if is_sure and is_changing else DoubtfulShard
             if part.weights and not part.pieces:
                 stale.setdefault(kind, []).append(part.path)
-                continue
-            if is_sure and may_be_restored:
-                kind = PerhapsRestored
-            yield as_kind(kind, replace(finding, path=part.path))
+            elif is_sure and may_be_restored:
+                yield as_kind(PerhapsRestored, replace(finding, path=part.path))
+            else:
+                yield as_kind(kind, replace(finding, path=part.path))
     for kind, (shard, *more) in stale.items():
         yield as_kind(kind, replace(finding, path=shard, more=tuple(map(str, more))))
 
