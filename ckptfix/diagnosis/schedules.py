@@ -7,15 +7,16 @@ LambdaLR, CosineAnnealingWarmRestarts and CyclicLR compute it from ``base_lrs``,
 A scheduler records as ``_last_lr`` the learning rates that it gave to its optimizer. Nothing else
 in torch sets rates, so both files of a save have the same. Measured in runs of accelerate and of
 the Trainer with one and two processes, gradient accumulation, ``split_batches``, warm-up, schedules
-per step and per epoch, and resumes. A script may set rates itself, or keep a second scheduler
-elsewhere: then the checkpoints next to this one differ, too. The Trainer moves its schedule once
-for each of its steps, but for those that fp16 skips. Nothing counts the steps of a run of
-accelerate: ``step`` in its random states counts batches, and begins again with each epoch.
+per step and per epoch, and resumes. A script may set rates itself, once before a save or at every
+step, or go back to an older optimizer: rates alone prove no mix of two saves. The Trainer moves its
+schedule once for each of its steps, but for those that fp16 skips. Nothing counts the steps of a
+run of accelerate: ``step`` in its random states counts batches, and begins again with each epoch.
 """
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -39,15 +40,15 @@ from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, UnusableRat
 from ckptfix.diagnosis.findings.misplaced import (
     ChangedEntry,
     EmptyState,
-    ExchangedRates,
     MisplacedEntry,
+    MixedCounts,
     MixedRates,
     MixedSteps,
     OtherBeginning,
     PerhapsOtherBeginning,
-    UnexplainedRates,
     UnknownState,
 )
+from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError, FormatError
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, text_keys
@@ -287,16 +288,15 @@ class _Progress(NamedTuple):
     """The progress that the files of a folder record: by position, and that of the Trainer's
     scheduler.
 
-    ``rates``: of the param groups of optimizers. ``holders``: rates -> the positions of the
-    optimizers that have them, so that each of 1,000 schedulers need not look at 1,000 optimizers.
-    ``last``: rates that schedulers gave last. ``given``: all of these, where each optimizer has a
-    scheduler, else none. ``moves``: of the scheduler, None for one whose moves
-    are not the Trainer's steps. ``initial`` and ``base``: the rates at the beginning of the run, as
-    optimizers and schedulers record them.
+    ``rates``: of the param groups of optimizers. ``held``: all of these, so that each of 1,000
+    schedulers need not look at 1,000 optimizers. ``last``: rates that schedulers gave last.
+    ``given``: all of these, where each optimizer has a scheduler, else none. ``moves``: of the
+    scheduler, None for one whose moves are not the Trainer's steps. ``initial`` and ``base``: the
+    rates at the beginning of the run, as optimizers and schedulers record them.
     """
 
     rates: Mapping[int, tuple[float, ...]]
-    holders: Mapping[tuple[float, ...], Sequence[int]]
+    held: Collection[tuple[float, ...]]
     last: Mapping[int, tuple[float, ...]]
     given: Collection[tuple[float, ...]]
     moves: int | None
@@ -319,19 +319,15 @@ class _Progress(NamedTuple):
         rates, last = self.rates.get(index, ()), self.last.get(index, ())
         if not rates or len(rates) != len(last):
             return None
-        return last not in self.holders or (bool(self.given) and rates not in self.given)
-
-    def partner_of(self, index: int) -> int | None:
-        """Return the position of the optimizer that alone has the rates that a scheduler gave, None
-        where none does.
-        """
-        having = self.holders.get(self.last.get(index, ()), ())
-        return having[0] if len(having) == 1 and self.last.get(index) else None
+        return last not in self.held or (bool(self.given) and rates not in self.given)
 
 
 class _Neighbour(NamedTuple):
+    """A checkpoint next to one. ``paces``: as of ``_paces``."""
+
     name: str
     progress: _Progress
+    paces: Mapping[int, Fraction]
     is_earlier: bool
 
 
@@ -353,38 +349,34 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
     compared = schedulers if len(schedulers) <= len(files) else {}
     apart = [index for index in compared if own.disagrees(index)]
-    crossed = [
-        index for index in compared if index in files and own.partner_of(index) not in (index, None)
-    ]
     told = case.paths(MismatchedRates, UnusableRates)
     strange = [
         index
         for index, path in compared.items()
         if index in files and index not in apart and path not in told and own.began_apart(index)
     ]
-    if apart or crossed or strange:
-        near = [
-            _Neighbour(
-                neighbour.name,
-                _progress(there, list(saved_optimizers(there, ()))),
-                neighbour.is_earlier,
-            )
-            for neighbour, there in scanned(neighbours.spread(), Role.OPTIMIZER, Role.SCHEDULER)
-        ]
-        exchanged = list(_exchanged_rates(own, near, crossed, files, schedulers))
-        told_of = {finding.path for finding in exchanged}
+    if apart or strange:
+        near: list[_Neighbour] = []
+        for neighbour in neighbours.spread():
+            with suppress(CkptfixError, OSError), neighbour.opened() as root:
+                there = neighbour.scan(Role.OPTIMIZER, Role.SCHEDULER, root=root)
+                saved = list(saved_optimizers(there, ()))
+                progress, paces = _progress(there, saved), _paces(there, saved) if apart else {}
+                near.append(_Neighbour(neighbour.name, progress, paces, neighbour.is_earlier))
+        paces = _paces(folder, case.optimizers) if apart else {}
         for index in apart:
-            if schedulers[index] not in told_of:
-                yield from _mixed_rates(own, near, index, files[index], schedulers[index])
+            yield from _mixed_rates(
+                own, paces.get(index), near, index, files[index], schedulers[index]
+            )
         for index in strange:
             yield from _other_beginning(own, near, index, files[index], schedulers[index])
-        yield from exchanged
     elif own.moves is not None and case.step is not None and own.moves != case.step:
         yield from _mixed_steps(own.moves, case.step, neighbours, schedulers[0])
 
 
 def _mixed_rates(
     own: _Progress,
+    pace: Fraction | None,
     near: Sequence[_Neighbour],
     index: int,
     optimizer: PurePosixPath,
@@ -394,11 +386,12 @@ def _mixed_rates(
     to set them.
 
     Then the two files of another checkpoint differ, too, but for two checkpoints that exchanged a
-    file.
+    file. A script that sets the rates once changes no count: where the schedule makes the same
+    moves for each step in the saves on either side, another ``pace`` is of a mix.
     """
     rates, last = own.rates[index], own.last[index]
     of_optimizer, of_scheduler, agreeing = "", "", 0
-    for name, other, _ in near:
+    for name, other, _, _ in near:
         is_exchanged = other.last.get(index) == rates and other.rates.get(index) == last
         if other.disagrees(index) and not is_exchanged:
             return
@@ -406,13 +399,23 @@ def _mixed_rates(
             agreeing += 1
             of_optimizer = of_optimizer or (name if other.last[index] == rates else "")
             of_scheduler = of_scheduler or (name if other.rates[index] == last else "")
-    if not agreeing and last in own.holders:
+    if not agreeing and last in own.held:
         return
     is_of_scheduler = bool(of_scheduler) and not of_optimizer
     path, partner = (scheduler, optimizer) if is_of_scheduler else (optimizer, scheduler)
     have, expected = (last, rates) if is_of_scheduler else (rates, last)
     group = next(number for number, rate in enumerate(have) if rate != expected[number])
-    yield (UnexplainedRates if agreeing else MixedRates)(
+    counted = [save for save in near if index in save.paces]
+    paces = {save.paces[index] for save in counted}
+    # A schedule of epochs makes no move for most steps.
+    is_mixed = (
+        are_on_both_sides(save.is_earlier for save in counted)
+        and len(paces) == 1
+        and pace is not None
+        and pace not in paces
+        and all(each.denominator == 1 for each in paces)
+    )
+    yield (MixedCounts if is_mixed else MixedRates)(
         path=path,
         partner=str(partner),
         group=group if len(have) > 1 else None,
@@ -420,6 +423,26 @@ def _mixed_rates(
         expected=expected[group],
         save=of_optimizer or of_scheduler,
     )
+
+
+def _paces(
+    folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]
+) -> Mapping[int, Fraction]:
+    """Return the moves that schedulers made for each step of their optimizers, by position, where
+    both are counted.
+    """
+    moves = {
+        one.name.index: child(one.content.tree.root, "last_epoch")
+        for one in folder.components
+        if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
+    }
+    return {
+        saved.index: Fraction(moved, steps)
+        for saved in optimizers
+        if type(moved := moves.get(saved.index)) is int
+        and 0 < moved < _MOST_MOVES
+        and (steps := steps_of(folder.root, saved)) > 0
+    }
 
 
 def _other_beginning(
@@ -449,37 +472,6 @@ def _other_beginning(
         rates=initial if is_of_optimizer else base,
         expected=base if is_of_optimizer else initial,
     )
-
-
-def _exchanged_rates(
-    own: _Progress,
-    near: Sequence[_Neighbour],
-    crossed: Sequence[int],
-    files: Mapping[int, PurePosixPath],
-    schedulers: Mapping[int, PurePosixPath],
-) -> Iterator[ExchangedRates]:
-    """Yield the schedulers that gave their rates to the optimizer of another position, once for two
-    of each other.
-
-    A script may prepare both in any order: only checkpoints next to this one show that it keeps to
-    the positions.
-    """
-    for index in crossed:
-        partner = own.partner_of(index)
-        assert partner is not None
-        is_mutual = own.partner_of(partner) == index
-        pairs_near = [(name, progress.partner_of(index)) for name, progress, _ in near]
-        known = [name for name, position in pairs_near if position == index]
-        is_contradicted = any(position not in (index, None) for _, position in pairs_near)
-        if not known or is_contradicted or (is_mutual and partner < index):
-            continue
-        yield ExchangedRates(
-            path=schedulers[index],
-            partner=str(files[index]),
-            like=str(files[partner]),
-            reverse=str(schedulers[partner]) if is_mutual else "",
-            known_by=known[0],
-        )
 
 
 def _mixed_steps(
@@ -517,9 +509,6 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
             saved.index: numbers_of([group.get("lr") for group in saved.values])
             for saved in optimizers
         }
-        holders: dict[tuple[float, ...], list[int]] = {}
-        for index, numbers in rates.items():
-            holders.setdefault(numbers, []).append(index)
         last = {
             index: numbers_of(items_of(child(state, "_last_lr")))
             for index, state in states.items()
@@ -533,7 +522,7 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
         is_each_scheduled = last.keys() == rates.keys() and all((*last.values(), *initial.values()))
         return _Progress(
             rates=rates,
-            holders=holders,
+            held=frozenset(rates.values()),
             last=last,
             given=frozenset(last.values()) if is_each_scheduled else (),
             moves=moves_of(states.get(0)) if len(states) == 1 else None,
@@ -544,7 +533,7 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
                 if _begins_as_the_optimizer(state)
             },
         )
-    return _Progress({}, {}, {}, (), None, {}, {})
+    return _Progress({}, (), {}, (), None, {}, {})
 
 
 def _begins_as_the_optimizer(state: Any) -> bool:

@@ -10,8 +10,9 @@ Equal weights can be right. Facts from torch 2.13, accelerate 1.15 and transform
 the optimizer at learning rate 0 changes moments alone, and so does one in bfloat16 whose updates
 round to nothing: weights of 1.0 stay at a rate of 1e-3. One that fp16 skips changes nothing, moves
 neither the optimizer's step nor the schedule, and halves the scale of the gradients, while the
-Trainer counts it. SGD without momentum keeps no states. The rows of an embedding that no batch uses
-have moments of zeros, and stay unchanged.
+Trainer counts it. A script may skip a step and move the schedule, or go back to a model's best
+weights, of which a save further back has the same. SGD without momentum keeps no states. The rows
+of an embedding that no batch uses have moments of zeros, and stay unchanged.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -278,7 +279,9 @@ def _old_models(save: _Save, earlier: AnyPath) -> Iterator[_Part]:
     states = {state.path for state in save.sharded}
     in_root: dict[PurePosixPath, list[Component]] = {}
     for file in _models_of(folder):
-        in_root.setdefault(file.path.with_name(_entry(file)), []).append(file)
+        # One name for all shards of a model.
+        entry = f"{file.name.stem}_{file.name.index}{file.name.suffix}"
+        in_root.setdefault(file.path.with_name(entry), []).append(file)
     places = {file.path: where for where, files in in_root.items() for file in files}
     pieces: dict[PurePosixPath, list[Piece]] = {}
     for piece in save.weights:
@@ -330,11 +333,6 @@ def _old_models(save: _Save, earlier: AnyPath) -> Iterator[_Part]:
 
 def _models_of(folder: CheckpointFolder) -> list[Component]:
     return [file for file in folder.components if file.role in NOT_STATES]
-
-
-def _entry(file: Component) -> str:
-    """Return one name for all shards of a model."""
-    return f"{file.name.stem}_{file.name.index}{file.name.suffix}"
 
 
 def _old_optimizers(save: _Save, of: _Compared, other: AnyPath) -> Iterator[PurePosixPath]:
@@ -516,7 +514,8 @@ def _judged(
     steps = now.counters[moved] - then.counters[moved]
     if not moved.startswith(OWN_STEP) and now.may_have_skipped(steps, then):
         return
-    shapes = _moved_shapes(folder, sharded)
+    of_current = saved_optimizers(folder, sharded)
+    shapes = chain.from_iterable(moved_shapes(folder.root, optimizer) for optimizer in of_current)
     shape = next(shapes, None)
     if shape is None and (same_optimizers or not now.is_without_states):
         return
@@ -535,23 +534,25 @@ def _judged(
     if 0 in rates and (of.files is None or not any(rates)):
         return
     rate = min(rates) if len(rates) == len(shown) else None
+    pair = (before.name, neighbours.home.name)
+    owner = _owner(now, then, moved, neighbours, pair) if same_optimizers else None
+    if owner is _Owner.LATER:
+        return
+    is_by_schedule = may_be_same and moved.startswith(MOVES)
     is_sure = (
         rate is not None
         and (
             same_optimizers or of.files is not None or must_change(rate, dtypes_in(folder, sharded))
         )
-        and (bool(own) or not may_be_same or not moved.startswith(MOVES))
+        and (bool(own) or not is_by_schedule)
     )
-    owner = (
-        _owner(now, then, moved, neighbours, (before.name, neighbours.home.name))
-        if same_optimizers
-        else None
-    )
-    if owner is _Owner.LATER:
-        return
-    kind: type[StaleSave] = StaleSave if is_sure else DoubtfulSave
     is_of_trainer = folder.has_file(TRAINER_STATE)
-    if is_sure and of.files is not None and not (same_optimizers or parts or is_of_trainer):
+    # The script may have skipped all steps: then the next save shows that the schedule went ahead.
+    is_known = owner is _Owner.EARLIER and neighbours.after() is not None
+    may_be_skipped = is_by_schedule and not (is_of_trainer or is_known)
+    may_be_restored = of.files is not None and not (same_optimizers or is_of_trainer)
+    kind: type[StaleSave] = StaleSave if is_sure else DoubtfulSave
+    if is_sure and (may_be_skipped or (may_be_restored and not parts)):
         kind = PerhapsRestored
     finding = kind(
         path=path,
@@ -583,6 +584,8 @@ def _judged(
             kind = OldShard if is_sure and is_changing and not may_rest else DoubtfulShard
             if part.weights and not part.pieces:
                 stale.setdefault(kind, []).append(part.path)
+            elif is_sure and may_be_restored:
+                yield as_kind(PerhapsRestored, replace(finding, path=part.path))
             else:
                 yield as_kind(kind, replace(finding, path=part.path))
     for kind, (shard, *more) in stale.items():
@@ -623,12 +626,6 @@ def _without_counters(
         sampled=sampled,
         more=tuple(sorted({str(piece.path) for piece in save.optimizers} - {str(path)})),
     )
-
-
-def _moved_shapes(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Iterator[Shape]:
-    """Yield the shapes of the parameters with a moment that is not zero."""
-    for optimizer in saved_optimizers(folder, sharded):
-        yield from moved_shapes(folder.root, optimizer)
 
 
 def _is_changing(part: _Part, save: _Save) -> bool | None:

@@ -100,7 +100,8 @@ def test_one_file_among_several_of_an_older_save_is_found(
     output = with_two_optimizers(tmp_path)
     shutil.copy(output / "checkpoint_1" / name, output / "checkpoint_4" / name)
     ((severity, sentence),) = told(output / "checkpoint_4", **options)
-    assert severity == "warning"
+    # A script may have gone back to the best weights of a model.
+    assert severity == ("note" if name.startswith("model") else "warning")
     assert sentence.startswith(f"{name}: ")
     assert "checkpoint_1 (expected" in sentence
     assert in_names(output).keys() == {"checkpoint_4"}
@@ -223,7 +224,7 @@ def test_a_model_in_a_sub_folder_of_an_older_save_is_found(tmp_path: Path) -> No
     output = saved_by_hooks(tmp_path)
     name = "unet/diffusion_pytorch_model.safetensors"
     shutil.copy(output / "checkpoint_1" / name, output / "checkpoint_4" / name)
-    assert [severity for severity, _ in told(output / "checkpoint_4")] == ["warning"]
+    assert [severity for severity, _ in told(output / "checkpoint_4")] == ["note"]
     assert in_names(output).keys() == {"checkpoint_4"}
 
 
@@ -261,21 +262,21 @@ def test_a_store_is_compared_without_more_requests(tmp_path: Path) -> None:
         requests.append(key)
         return read(store, key, *args, **options)
 
-    def requests_of_check(status: int) -> int:
+    def requests_of_check() -> int:
         url = f"memory://{os.urandom(6).hex()}/run"
         upload_folder(output, url)
         with_etags_of_bytes(url)
         requests.clear()
         with patch.object(Store, "read", counting):
-            assert run(["check", "-r", url]) == status
+            assert run(["check", "-r", url]) == 0
         return len(requests)
 
     with patch.object(neighbours.Neighbours, "with_same_samples", return_value=()):
-        expected = requests_of_check(0)
-    assert requests_of_check(0) == expected
+        expected = requests_of_check()
+    assert requests_of_check() == expected
     shutil.copy(output / "checkpoint_1" / WEIGHTS, output / "checkpoint_4" / WEIGHTS)
     # Moments and steps of the two checkpoints are read.
-    assert expected < requests_of_check(1) <= expected + 24
+    assert expected < requests_of_check() <= expected + 24
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -510,13 +510,14 @@ def test_old_bytes_next_to_a_schedule_of_epochs(
     assert all(words.startswith(expected) for _, words in found)
 
 
-@pytest.mark.parametrize("number", [3, 4])
-def test_a_schedule_of_steps_shows_a_step(number: int, run_of_trainer: Path) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(3, "warning"), (4, "note")])
+def test_a_schedule_of_steps_shows_a_step(number: int, expected: str, run_of_trainer: Path) -> None:
+    """A script may have skipped the last step: the newest save does not show it."""
     for folder in run_of_trainer.iterdir():
         (folder / "trainer_state.json").unlink()
     folder = copied(run_of_trainer, WEIGHTS, OPTIMIZER, source=number - 1, target=number)
     ((severity, words),) = told(folder)
-    assert severity == "warning"
+    assert severity == expected
     assert f"last_epoch in {SCHEDULER} went from {number - 1} to {number} at" in words
 
 
@@ -797,6 +798,41 @@ def test_one_file_of_an_earlier_save_among_several_is_found(
         f"{name}: {words} values: step in {counter} went from 2 to 3 at a learning rate of 0.001)"
     )
     assert [told(output / f"checkpoint_{number}", **options) for number in (1, 2, 4)] == [[]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors"])
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (2, 4)])
+def test_best_weights_to_which_a_script_went_back_are_a_note(
+    name: str, source: int, target: int, tmp_path: Path
+) -> None:
+    """One of two models had a warning, and no word about a script that restores its weights."""
+    output = with_two_optimizers(tmp_path)
+    shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}" / name)
+    report = check(output / f"checkpoint_{target}", siblings=output.iterdir())
+    (finding,) = [one for one in report.all_findings if one.code == "stale-save"]
+    assert (finding.severity, finding.differs) == (Severity.NOTE, True)
+    assert finding.advice.startswith("if the script itself went back to the values of checkpoint_")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_steps_that_a_script_skips_while_its_schedule_moves_are_a_note(
+    is_skipped: bool, at: int, tmp_path: Path
+) -> None:
+    """The next save shows the steps that old bytes do not have."""
+    output = with_two_optimizers(tmp_path, lambda number: (not is_skipped or number != at,) * 2)
+    for number in range(1, 5):
+        schedule = {"last_epoch": number, "_step_count": number + 1, "_last_lr": [1e-3]}
+        folder = output / f"checkpoint_{number}"
+        torch.save(schedule, folder / "scheduler.bin")
+        if number == at and not is_skipped:
+            for path in (output / f"checkpoint_{at - 1}").glob("[mo]*"):
+                shutil.copy(path, folder)
+    ((severity, words),) = told(output / f"checkpoint_{at}")
+    assert severity == ("note" if is_skipped or at == 4 else "warning")
+    assert f"last_epoch in scheduler.bin went from {at - 1} to {at}" in words
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -663,9 +663,9 @@ class ZeroMoments(MissingMoments, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to use another file, and the explanation of a script."""
         return (
-            "the load succeeds, but the moments start at zero: copy the file again from its "
-            "source, or resume from another checkpoint. If all gradients were zero, the model is "
-            "not being trained: print the gradient of a parameter after a step"
+            "the load succeeds, but the moments start at zero. If all gradients were zero, the "
+            "model is not being trained: print the gradient of a parameter after a step. Otherwise "
+            "copy the file again from its source, or resume from another checkpoint"
         )
 
 

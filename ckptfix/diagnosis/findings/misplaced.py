@@ -286,8 +286,8 @@ _MOST_RATES = 3
 class MixedSaves(Finding, frozen=True, kw_only=True):
     """Two files with different progress: they may be of two saves.
 
-    ``partner``: the other file. ``save``: the checkpoint next to this one from which the file
-    comes, "" where none shows it.
+    ``partner``: the other file. ``save``: the checkpoint next to this one that has the progress of
+    the file, "" where none does.
     """
 
     code = "mixed-saves"
@@ -304,9 +304,12 @@ class MixedSaves(Finding, frozen=True, kw_only=True):
 
 
 class MixedRates(MixedSaves, frozen=True, kw_only=True):
-    """An optimizer and its scheduler with different learning rates. ``group``: None where there is
-    one param group.
+    """An optimizer and its scheduler with different learning rates, which a script can set.
+
+    ``group``: None where there is one param group.
     """
+
+    differs = True
 
     group: int | None = None
     rate: float
@@ -318,27 +321,39 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
         rate, expected = f"{self.rate:.6g}", f"{self.expected:.6g}"
         if rate == expected:
             rate, expected = repr(self.rate), repr(self.expected)
+        same = f"; {self.save} has the same rate" if self.save else ""
         return (
             f"{self.path}: learning rate {rate}{group} (expected {expected}, as in "
-            f"{self.partner}){_as_in(self.save)}"
+            f"{self.partner}){same}"
         )
 
     @property
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the script explains the rates."""
         return (
-            "the load succeeds, but training would continue from a mix of two saves: copy all "
-            "files again from one save, or resume from another checkpoint; ignore this if the "
-            "script sets the learning rate itself"
+            "if the script set the learning rate itself before this save, or restored an older "
+            "optimizer state, ignore this. Otherwise the folder may mix two saves: copy all files "
+            "again from one save, or resume from another checkpoint"
         )
 
 
-class UnexplainedRates(MixedRates, frozen=True):
-    """The same, where the checkpoints next to this one show that the script does not set the rates
-    itself.
+class MixedCounts(MixedRates, frozen=True):
+    """The same, where the step counts of the two files do not fit each other, either, unlike those
+    of the checkpoints before and after.
     """
 
     severity = Severity.WARNING
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the step counts of the two files do not match, either"
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring files of one save together."""
+        return (
+            "the load succeeds, but training would continue from a mix of two saves: copy all "
+            "files again from one save, or resume from another checkpoint"
+        )
 
 
 class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
@@ -381,40 +396,6 @@ def _in_words(rates: tuple[float, ...]) -> str:
     return f"{noun} {shown}{more}"
 
 
-class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
-    """A scheduler with the learning rates of another optimizer than in a checkpoint next to this
-    one.
-
-    ``like``: the file of that optimizer. ``reverse``: the scheduler with the rates of ``partner``,
-    "" where none has them. ``known_by``: the checkpoint.
-    """
-
-    severity = Severity.WARNING
-
-    like: str
-    reverse: str
-    known_by: str
-
-    def __str__(self) -> str:
-        reverse = f"; {self.reverse} has those" if self.reverse else ""
-        return (
-            f"{self.path}: has the learning rates of {self.like} (expected the rates of "
-            f"{self.partner}, as in {self.known_by}{reverse})"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to give the files their own names back: the rates alone do not show which two were
-        exchanged.
-        """
-        return (
-            "the load succeeds, but training would continue with the learning rates of another "
-            "optimizer. Two schedulers or two optimizers were swapped, or one was copied over "
-            "the other: copy all files again from one save, or resume from another checkpoint; "
-            "ignore this if the script sets the learning rate itself"
-        )
-
-
 class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another
     ``step``.
@@ -427,9 +408,10 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         at_most = "at most " if self.moves > self.step else ""
+        source = f"; it comes from {self.save}" if self.save else ""
         return (
             f"{self.path}: {count_of(self.moves, 'step')} (expected {at_most}{self.step}, as in "
-            f"{self.partner}){_as_in(self.save)}"
+            f"{self.partner}){source}"
         )
 
     @property
@@ -464,7 +446,3 @@ class PerhapsUncounted(UncountedSteps, frozen=True):
     """The same where the schedule did not move: fp16 may have skipped every step."""
 
     severity = Severity.NOTE
-
-
-def _as_in(save: str) -> str:
-    return f"; it comes from {save}" if save else ""

@@ -61,42 +61,39 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     def _files(self) -> str:
         shown = self.more[:_MOST_SHOWN]
         hidden = len(self.more) - len(shown)
-        words = (str(self.path), *shown, *((f"{hidden} more",) if hidden else ()))
-        return series(words)
+        return series((str(self.path), *shown, *((f"{hidden} more",) if hidden else ())))
 
     @property
     def advice(self) -> str:
         """Advice to find out what the script saves."""
-        cause = (
-            "check what the script saves (an asynchronous copy that was not awaited, another model "
-            "object). If nothing was trained between the two saves, ignore this"
-        )
+        return f"{self._remedy}. If {self._excuse}, ignore this"
+
+    @property
+    def _excuse(self) -> str:
         if self.between:
-            cause = f"If the script itself went back to the values of {self.save}, ignore this"
+            return f"the script itself went back to the values of {self.save}"
+        return "nothing was trained between the two saves"
+
+    @property
+    def _remedy(self) -> str:
+        problem = "a resume would continue from the older values: resume"
         if self.is_undecided:
-            instead = self.between or f"a checkpoint before {self.save}"
-            cause = f". {cause}" if self.between else f", and {cause}"
-            return (
+            problem = (
                 "either this save wrote old bytes, or its bytes were copied into "
-                f"{self.save}; the files do not show which. Resume from {instead}{cause}"
+                f"{self.save}; the files do not show which. Resume"
             )
         if self.between:
-            return (
-                f"a resume would continue from the older values: resume from {self.between}. "
-                f"{cause}"
-            )
+            return f"{problem} from {self.between}"
+        itself = "" if self.is_undecided else f", or from {self.save} itself"
         return (
-            "a resume would continue from the older values: resume from a checkpoint before "
-            f"{self.save}, or from {self.save} itself, and {cause}"
+            f"{problem} from a checkpoint before {self.save}{itself}, and check what the script "
+            "saves (an asynchronous copy that was not awaited, another model object)"
         )
 
     @property
     def _compared(self) -> str:
-        return (
-            "; the first bytes of each tensor are equal"
-            if self.sampled
-            else "; every byte is equal"
-        )
+        equal = "the first bytes of each tensor are" if self.sampled else "every byte is"
+        return f"; {equal} equal"
 
 
 class DoubtfulSave(StaleSave, frozen=True):
@@ -107,11 +104,14 @@ class DoubtfulSave(StaleSave, frozen=True):
 
     severity = Severity.NOTE
 
+    @property
+    def advice(self) -> str:
+        """Advice to ignore what the script did itself."""
+        return f"if {self._excuse}, ignore this. Otherwise {self._remedy}"
+
 
 class PerhapsRestored(DoubtfulSave, frozen=True):
-    """The same of all weights of a save further back: a script may have gone back to its best
-    ones.
-    """
+    """The same where a script may have gone back to a model's best weights, or skipped all steps."""
 
     differs = True
 
@@ -149,8 +149,8 @@ class OldShard(StaleSave, frozen=True):
         instead = self.between or f"a checkpoint before {self.save}"
         return (
             f"this checkpoint or {self.save} mixes two saves: copy "
-            f"{'these files' if self.more else self.path} of both again from their source, or "
-            f"resume from {instead}. If the script did not train these weights, ignore this"
+            f"{'these files' if self.more else self.path} of both again from their source, or resume "
+            f"from {instead}. If the script restored or did not train these weights, ignore this"
         )
 
 
