@@ -74,6 +74,20 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["accelerate-zero2", "accelerate-zero3"])
+def test_a_partition_of_deepspeed_shows_a_rank_without_random_states(
+    tmp_path: Path, name: str
+) -> None:
+    source = Path(__file__).parents[2] / "fixtures/deepspeed-0.18.2" / name / "checkpoint"
+    root = Path(shutil.copytree(source, tmp_path / "checkpoint"))
+    assert incomplete(root) == []
+    last = max(root.glob("random_states_*.pkl"))
+    last.unlink()
+    (words,) = incomplete(root)
+    assert words.startswith(f"{last.name} is missing: pytorch_model/")
+    assert words.endswith(" shows that at least 2 processes saved")
+
+
 def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> None:
     """Without a shared disk the main process alone writes models: another node has states of ranks,
     and no more.

@@ -310,7 +310,7 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one save together, unless the script explains the rates."""
         return (
-            "the load succeeds, but training would continue from a mix of two saves: copy all "
+            "even if the load succeeds, training would continue from a mix of two saves: copy all "
             "files again from one save, or resume from another checkpoint; ignore this if the "
             "script sets the learning rate itself"
         )
@@ -343,7 +343,7 @@ class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one run together."""
         return (
-            "the load succeeds, but training would continue from a mix of two runs: copy both "
+            "even if the load succeeds, training would continue from a mix of two runs: copy both "
             "files again from one save, or resume from another checkpoint; ignore this if the "
             "script restores only one of them, or sets the rates of the scheduler itself"
         )
@@ -391,7 +391,7 @@ class ExchangedRates(MixedSaves, frozen=True, kw_only=True):
         exchanged.
         """
         return (
-            "the load succeeds, but training would continue with the learning rates of another "
+            "even if the load succeeds, training would continue with the learning rates of another "
             "optimizer. Two schedulers or two optimizers were swapped, or one was copied over "
             "the other: copy all files again from one save, or resume from another checkpoint; "
             "ignore this if the script sets the learning rate itself"
