@@ -11,7 +11,7 @@ A key is compared as a pattern: with ``*`` for each segment that is a number.
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +152,26 @@ class Architecture(NamedTuple):
             "tie_word_embeddings", self.flags[flag] if knows_defaults(config) else None
         )
         return value if isinstance(value, bool) else None
+
+    def tied_keys(
+        self, config: Mapping[str, Any], absent: Iterable[str], held: Collection[str]
+    ) -> frozenset[str]:
+        """Return those of the absent keys that a load ties to one of the held keys.
+
+        A flag that a config leaves out has the default of the table: transformers 4 writes all
+        other values.
+        """
+        ties: dict[str, str] = {}
+        for flag, tied in self.ties.items():
+            is_tied = self.is_tied(config, flag)
+            if self.flags.get(flag, True) if is_tied is None else is_tied:
+                ties |= tied
+        patterns = {pattern_of(key) for key in held}
+        return frozenset(
+            key
+            for key in absent
+            if (source := ties.get(pattern_of(key))) is not None and source in patterns
+        )
 
     def has_parts_of(self, config: Mapping[str, Any]) -> bool:
         """Return whether the configs inside of a config are of the types that the table was built

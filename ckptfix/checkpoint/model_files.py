@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.checkpoint.architectures import Architecture, architecture_of
 from ckptfix.checkpoint.filenames import PARTS_LABEL, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, is_unreadable
 from ckptfix.checkpoint.keys import is_computed, shared_chain
@@ -22,10 +23,10 @@ from ckptfix.checkpoint.loading_order import (
     loads,
     model_names,
 )
-from ckptfix.checkpoint.model_configs import CONFIG
+from ckptfix.checkpoint.model_configs import CONFIG, read_config
 from ckptfix.checkpoint.rank_parts import PartedTensor, joined_parts
 from ckptfix.checkpoint.roles import Role
-from ckptfix.formats.safetensors_file import WeightsIndex
+from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.wording import Brief
 
 ShardSet = tuple[str, int, str, str]
@@ -55,7 +56,8 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
     the index or the shards' numbers promise. ``rivals``: the number of shard sets that could claim
     the same index. ``stale_of``: the index that names other shards. ``replaced``: the file or index
     of another save, where shards of this one are gone. ``renamed``: the member -> the missing file
-    whose listed keys it holds.
+    whose listed keys it holds. ``tied``: listed keys that no file holds, as each is tied to one
+    that a file holds.
     """
 
     members: tuple[Component, ...]
@@ -66,6 +68,7 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
     stale_of: PurePosixPath | None = None
     replaced: Replacement | None = None
     renamed: Mapping[PurePosixPath, str] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
     _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict)
@@ -135,13 +138,11 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
         """The listed keys that no file holds and that a model may need, in order.
 
         No loader looks for a listed key in its shard: it loads all keys of all listed shards, and
-        goes on without the rest. Nothing is lost if the shards hold all bytes that the index
-        counts, or the key is of a buffer that its model computes.
+        leaves the rest random. No load needs a tied key, and a buffer that its model computes. The
+        size in the index proves nothing: a copy of a shard may have the size of the lost one.
         """
         held = {tensor.fqn for member in self.members for tensor in member.tensors}
-        absent = sorted(self.listed.keys() - held)
-        if held <= self.listed.keys() and self.stored_size == self.total_size:
-            return ()
+        absent = sorted(self.listed.keys() - held - self.tied)
         return tuple(key for key in absent if not is_computed(key))
 
     @property
@@ -466,11 +467,40 @@ def _indexed(
     group = ModelFiles(
         members=members, index_path=index.path, index=index, missing=absent, renamed=renamed
     )
+    group = replace(group, tied=_tied(folder, group))
     # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other
     # file. It lists only a part of the model if the tensors of the model have more bytes.
     if absent or group.lost or group.stored_size < (group.total_size or 0):
         group = replace(group, missing=(*absent, *unlisted))
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
+
+
+def _tied(folder: CheckpointFolder, group: ModelFiles) -> frozenset[str]:
+    """Return the listed keys that no shard holds, and that are tied to keys that the shards hold.
+
+    The Hub's conversion of ``.bin`` shards drops all ties but one from each shard, and keeps the
+    index. Its newer versions record in the shard what they dropped, as ``save_model`` does. Files
+    of the older ones load where the config ties the keys.
+    """
+    absent = group.lost
+    if not absent:
+        return frozenset()
+    held = {tensor.fqn for member in group.members for tensor in member.tensors}
+    recorded = {
+        dropped
+        for member in group.members
+        if isinstance(member.content, SafetensorsFile)
+        for dropped, kept in member.content.metadata.items()
+        if kept in held
+    }
+    tied = recorded.intersection(absent)
+    if tied.issuperset(absent):
+        return frozenset(tied)
+    config = read_config(folder.root, CONFIG)
+    architecture = architecture_of(config)
+    if isinstance(architecture, Architecture):
+        tied |= architecture.tied_keys(config, absent, held)
+    return frozenset(tied)
 
 
 def _unindexed(

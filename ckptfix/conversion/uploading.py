@@ -104,6 +104,7 @@ def upload(
     folder = existing(path)
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; to upload it: name its folder")
+    url = local_path(url)
     if not is_url(url) and object_mount_of(url) is None:
         raise UsageError(
             f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor a path "

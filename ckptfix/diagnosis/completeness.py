@@ -40,8 +40,10 @@ from ckptfix.checkpoint.model_configs import (
     may_hold_weights,
 )
 from ckptfix.checkpoint.neighbours import Neighbours, parts_of
+from ckptfix.checkpoint.rank_names import parse_deepspeed_name
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Unreadable
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
@@ -77,6 +79,7 @@ from ckptfix.tensors.opening import is_checkpoint
 def incomplete(
     folder: CheckpointFolder,
     states: Iterable[DcpFolder],
+    deepspeed: Iterable[DeepSpeedState],
     manifest: Manifest | None,
     hidden: Sequence[HiddenFile],
     *,
@@ -96,7 +99,8 @@ def incomplete(
     roles = {role for role, _ in parts}
     rest = roles & {Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER}
     if ranks and (rest or 0 in ranks):
-        shown_by = _writers(states) | {rank: random_states_name(rank) for rank in ranks}
+        shown_by = _writers(states) | _partitions(deepspeed)
+        shown_by |= {rank: random_states_name(rank) for rank in ranks}
         missing = [rank for rank in range(max(shown_by) + 1) if rank not in ranks]
         if missing:
             lost_states = tuple(random_states_name(rank) for rank in missing)
@@ -136,6 +140,18 @@ def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
         for state in states
         for path in state.named
         if path in state.files and (rank := rank_of(path)) is not None
+    }
+
+
+def _partitions(states: Iterable[DeepSpeedState]) -> dict[int, str]:
+    """Return the ranks of which DeepSpeed's partition of the optimizer is there, each with its
+    file. With tensor parallelism there are more processes.
+    """
+    return {
+        name.rank: str(path)
+        for state in states
+        for path in state.scanned
+        if (name := parse_deepspeed_name(path.name)) is not None and name.rank is not None
     }
 
 
@@ -284,7 +300,10 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
             parse_deepspeed_folder_name(finding.path.name) for finding in unread
         )
         hidden = tuple(hidden_files(folder, case.neighbours))
-        findings += incomplete(folder, case.sharded, manifest, hidden, has_deepspeed=has_deepspeed)
+        findings += incomplete(
+            *(folder, case.sharded, case.deepspeed, manifest, hidden),
+            has_deepspeed=has_deepspeed,
+        )
         findings += _misnamed(folder, hidden)
         findings += only_for_fsdp(folder)
         yield from (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)

@@ -468,6 +468,13 @@ def _surplus_schedulers(
     )
     if len(paths) <= len(optimizers) and not has_duplicates:
         return {path: replace(state, is_of_own_optimizer=True) for path, state in equal.items()}
+    if not doubles and not has_duplicates:
+        return {
+            path: replace(state, lost_optimizer=path.name.replace("scheduler", "optimizer"))
+            if paths.index(path) >= len(optimizers)
+            else state
+            for path, state in equal.items()
+        }
     if not is_doubled or (not doubles and len(paths) <= len(optimizers)):
         return dict(equal)
     if len(equal) == len(paths) - 1 and len(paths) <= len(optimizers) - len(doubles):

@@ -309,6 +309,11 @@ def _diagnose_index(
     repeated = {fqn: tensors for fqn, tensors in holders.items() if len(tensors) > 1}
     doubled = _unequal(root, repeated, data=data)
     lost = group.lost
+    original, overwritten = (
+        _overwritten(group, repeated.keys() - set(doubled))
+        if lost or group.index is None
+        else ("", ())
+    )
     misplaced = sum(
         1 for fqn, name in listed.items() if fqn in holders and name not in holders[fqn]
     )
@@ -363,14 +368,18 @@ def _diagnose_index(
             unread=unread,
             refused=refused,
             twin=twin,
+            overwritten_with=original,
+            overwritten=overwritten,
             is_read_in_part=bool(skipped and not unloaded),
         )
         return (mismatch,)
-    computed = tuple(sorted(listed.keys() - holders.keys()))
-    if computed or unlisted or repeated_keys or misplaced or repeated or leads_back:
+    tied = tuple(sorted(group.tied))
+    computed = tuple(sorted(listed.keys() - holders.keys() - group.tied))
+    if computed or tied or unlisted or repeated_keys or misplaced or repeated or leads_back:
         odd = OddIndex(
             path=path,
             computed=computed,
+            tied=tied,
             unlisted=len(unlisted),
             repeated=repeated_keys,
             misplaced=misplaced,
@@ -379,6 +388,29 @@ def _diagnose_index(
         )
         return (odd,)
     return ()
+
+
+def _overwritten(group: ModelFiles, equal: Set[str]) -> tuple[str, tuple[str, ...]]:
+    """Return a shard, and the shards that were overwritten with it: they have none of the tensors
+    that the index lists in them, but exactly those of the first. "" and () without such shards.
+
+    ``equal``: the keys that several shards hold with equal values.
+    """
+    listed: dict[str, set[str]] = {}
+    for fqn, name in group.listed.items():
+        listed.setdefault(name, set()).add(fqn)
+    by_keys: dict[frozenset[str], list[str]] = {}
+    for shard in group.members:
+        keys = frozenset(tensor.fqn for tensor in shard.tensors)
+        if keys and keys <= equal:
+            by_keys.setdefault(keys, []).append(str(shard.path))
+    for keys, shards in by_keys.items():
+        # Without an index nothing shows which of the shards is right: the first one is as good.
+        original = next((name for name in shards if keys & listed.get(name, set())), shards[0])
+        copies = [name for name in shards if name != original]
+        if copies and all(keys.isdisjoint(listed.get(name, ())) for name in copies):
+            return original, tuple(copies)
+    return "", ()
 
 
 _PAGES = 24

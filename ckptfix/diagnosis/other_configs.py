@@ -35,12 +35,18 @@ _SIZES = re.compile(
 """Settings that no run changes while its tensors keep their shapes."""
 
 _SCALES = re.compile(
-    r"rope_.*|partial_rotary_factor|max_position_embeddings|sliding_window|layer_types"
+    r"rope_.*|partial_rotary_factor|max_position_embeddings|n_positions|sliding_window"
+    r"|layer_types"
     r"|hidden_act|activation_function|act_fn|.*norm_eps(ilon)?|num_experts_per_tok"
     r"|scale_attn_.*|(torch_)?dtype"
     r"|lora_alpha|alpha_pattern|use_rslora"
 )
 """Settings that a script can change between two saves, such as for longer texts."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_OF_POSITIONS = re.compile(r"position|\bwpe\b")
+_MORE_ROWS = (0, 2)
+"""Rows of learned positions beyond the setting: the models of OPT and BART have two more."""
 
 _OF_MODULES = ("target_modules", "modules_to_save")
 """Lists that PEFT saves in any order."""
@@ -74,9 +80,10 @@ def other_configs(
         alike = frozenset.intersection(*(differences for _, _, differences in near))
         is_between = are_on_both_sides(is_earlier for is_earlier, _, _ in near)
         if alike:
-            first, *rest = sorted(alike, key=lambda one: (not _is_size(one), one))
+            sizes = {each for each in alike if _is_size(each, folder)}
+            first, *rest = sorted(alike, key=lambda each: (each not in sizes, each))
             _, nearest, _ = near[0]
-            yield (ChangedConfig if is_between or _is_size(first) else ChangedSetting)(
+            yield (ChangedConfig if is_between or sizes else ChangedSetting)(
                 path=(below or PurePosixPath()) / name,
                 setting=first.setting,
                 value=first.value,
@@ -153,8 +160,20 @@ def _in_words(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _is_size(difference: _Difference) -> bool:
-    return _SIZES.fullmatch(difference.setting.rpartition(".")[2]) is not None
+def _is_size(difference: _Difference, folder: CheckpointFolder) -> bool:
+    """Return whether tensors have the expected value as a size: that of positions is one if they
+    are learned.
+    """
+    setting = difference.setting.rpartition(".")[2]
+    if setting not in _POSITIONS:
+        return _SIZES.fullmatch(setting) is not None
+    return any(
+        str(tensor.shape[0] - more) == difference.expected
+        for component in folder.components
+        for tensor in component.tensors
+        if tensor.shape and _OF_POSITIONS.search(tensor.fqn)
+        for more in _MORE_ROWS
+    )
 
 
 def _is_dtype(difference: _Difference) -> bool:

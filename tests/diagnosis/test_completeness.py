@@ -500,3 +500,17 @@ def test_an_optimizer_next_to_a_model_that_is_the_dcp_folder_itself(tmp_path: Pa
     dcp_making.save(tmp_path, {"model": {"a": torch.ones(3)}})
     dcp_making.save(tmp_path / "optimizer_0", {"x": torch.ones(4)})
     assert check(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("name", ["accelerate-zero2", "accelerate-zero3"])
+def test_a_partition_of_deepspeed_shows_a_rank_without_random_states(
+    tmp_path: Path, name: str
+) -> None:
+    source = Path(__file__).parents[2] / "fixtures/deepspeed-0.18.2" / name / "checkpoint"
+    root = Path(shutil.copytree(source, tmp_path / "checkpoint"))
+    assert incomplete(root) == []
+    last = max(root.glob("random_states_*.pkl"))
+    last.unlink()
+    (words,) = incomplete(root)
+    assert words.startswith(f"{last.name} is missing: pytorch_model/")
+    assert words.endswith(" shows that at least 2 processes saved")

@@ -29,6 +29,13 @@ def save(folder: Path, *, optimizers: int, schedulers: int) -> Path:
     return folder
 
 
+OF_LOST_OPTIMIZER = (
+    "if the script has an optimizer for each scheduler, optimizer_1.bin is missing and load_state "
+    "fails: copy it from its source, or resume from another checkpoint; if the script registers "
+    "fewer: ckptfix repair DIR --keep schedulers=N"
+)
+
+
 def advice(folder: Path) -> list[str]:
     report = check(folder)
     assert report.status == 0
@@ -42,4 +49,11 @@ def test_two_optimizers_with_one_schedule_each(tmp_path: Path) -> None:
 
 def test_more_schedulers_than_optimizers(tmp_path: Path) -> None:
     (words,) = advice(save(tmp_path / "twice", optimizers=1, schedulers=2))
-    assert words == "if the script registers fewer: ckptfix repair DIR --keep schedulers=N"
+    assert words == OF_LOST_OPTIMIZER
+
+
+def test_a_scheduler_whose_optimizer_is_lost(tmp_path: Path) -> None:
+    """``load_state`` fails: to drop the scheduler, too, is not the first thing to do."""
+    folder = save(tmp_path / "gan", optimizers=2, schedulers=2)
+    (folder / "optimizer_1.bin").unlink()
+    assert advice(folder) == [OF_LOST_OPTIMIZER]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import check
+from ckptfix import check, seal
 from ckptfix.checkpoint.entries import model_entries
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.repairs.repair import repair
@@ -213,8 +213,21 @@ def a_computed_buffer_that_no_shard_holds(folder: Folder) -> None:
 
 
 @change
-def another_key_that_no_shard_holds_and_no_byte_is_lost(folder: Folder) -> None:
-    folder.write_map({**folder.map, "head.weight": folder.shard(1).name})
+def a_shard_is_overwritten_by_another_of_the_same_size(folder: Folder) -> None:
+    size = json.loads(folder.index.read_text())["metadata"]["total_size"]
+    lost, kept = read(folder.shard(2)), read(folder.shard(1))
+    shutil.copy(folder.shard(1), folder.shard(2))
+    size += sum(each.nbytes for each in kept.values()) - sum(each.nbytes for each in lost.values())
+    folder.write_map(folder.map, metadata={"total_size": size})
+
+
+@change
+def a_key_that_no_shard_holds_any_more_and_that_the_index_does_not_count(folder: Folder) -> None:
+    size = json.loads(folder.index.read_text())["metadata"]["total_size"]
+    tensors = read(folder.shard(2))
+    size -= tensors.pop(next(iter(tensors))).nbytes
+    write(folder.shard(2), tensors)
+    folder.write_map(folder.map, metadata={"total_size": size})
 
 
 @change
@@ -598,6 +611,63 @@ def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(
     assert "or the index has wrong keys" in finding.advice
 
 
+@pytest.mark.parametrize(("kind", "suffix"), KINDS)
+def test_a_listed_key_that_no_shard_holds_is_lost_even_if_the_index_counts_all_bytes(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str
+) -> None:
+    """No library writes such an index, and a model that a script builds may have the key."""
+    library, source = saved[kind, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    folder.write_map({**folder.map, "v_head.weight": folder.shard(1).name})
+    assert library.is_loaded(folder)
+    sentence = f"{folder.index.name} lists 1 tensor that no shard holds: 'v_head.weight'"
+    assert verdict(folder.path) == [("index-mismatch", sentence)]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), KINDS)
+def test_a_shard_that_holds_the_tensors_of_another_is_named(
+    saved: Any, tmp_path: Path, kind: type[Library], suffix: str
+) -> None:
+    _, source = saved[kind, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    lost = folder.keys_of(2)
+    a_shard_is_overwritten_by_another_of_the_same_size(folder)
+    (finding,) = check(folder.path).findings
+    assert str(finding).startswith(
+        f"{folder.index.name} lists {len(lost)} tensors that no shard holds: "
+    )
+    assert str(finding).endswith(
+        f"; {folder.shard(2).name} holds the tensors of {folder.shard(1).name} instead"
+    )
+    assert finding.advice == (
+        "not rebuilt: loading would leave random weights; copy "
+        f"{folder.shard(2).name} again from the source"
+    )
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    report = repair(folder.path)
+    assert report.status == 1
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+    assert not seal(folder.path).written
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_no_index_is_written_for_a_shard_that_holds_the_tensors_of_another(
+    saved: Any, tmp_path: Path, suffix: str
+) -> None:
+    _, source = saved[Transformers, suffix]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    folder.index.unlink()
+    shutil.copy(folder.shard(1), folder.shard(2))
+    (finding,) = check(folder.path).findings
+    assert str(finding) == (
+        f"{folder.index.name} is missing; {folder.shard(2).name} holds the tensors of "
+        f"{folder.shard(1).name}, with equal values"
+    )
+    assert not finding.is_fixable
+    repair(folder.path)
+    assert not folder.index.exists()
+
+
 def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "model", ".safetensors")
     tensor = torch.ones(1 << 20)
@@ -689,3 +759,15 @@ def test_a_file_that_may_not_be_the_missing_shard_is_not_named(
     (finding,) = [one for one in check(folder.path).findings if one.code == "missing-shard"]
     assert "holds" not in str(finding)
     assert finding.advice_at(str(folder.path)).startswith("copy the shard again")
+
+
+def test_all_overwritten_shards_are_named_with_the_shard_that_is_right(
+    saved: Any, tmp_path: Path
+) -> None:
+    _, source = saved[Transformers, ".safetensors"]
+    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
+    for number in (1, 3):
+        shutil.copy(folder.shard(2), folder.shard(number))
+    (finding,) = (one for one in check(folder.path).findings if one.code == "index-mismatch")
+    first, second, third = (folder.shard(number).name for number in (1, 2, 3))
+    assert str(finding).endswith(f"; {first} and {third} hold the tensors of {second} instead")

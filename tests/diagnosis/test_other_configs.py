@@ -87,6 +87,7 @@ SIZES: list[dict[str, Any]] = [
     {"num_attention_heads": 2},
     {"vocab_size": 30},
     {"intermediate_size": 16},
+    {"max_position_embeddings": 64},
 ]
 SCALES: list[dict[str, Any]] = [{"hidden_act": "relu"}, {"layer_norm_eps": 0.5}]
 OF_ADAPTERS: list[dict[str, Any]] = [{"lora_alpha": 64}, {"use_rslora": True}]

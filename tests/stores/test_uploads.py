@@ -161,6 +161,7 @@ def test_the_slips_of_a_new_user_are_named_and_nothing_is_uploaded(
             ),
         ),
         ("run/checkpoint_0", "copy", "copy is neither a URL, such as s3://"),
+        ("run/checkpoint_0", "file:///copy", "/copy is neither a URL, such as s3://"),
         ("s3:/bucket/run", url, r"s3:/bucket/run does not exist; did you mean s3://bucket/run\?"),
     ):
         with pytest.raises(UsageError, match=words):

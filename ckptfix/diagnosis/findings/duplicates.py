@@ -460,7 +460,8 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
     """Two optimizer, scheduler or custom entries in equal state.
 
     ``is_of_own_optimizer``: a scheduler, of which there are no more than optimizers, and no
-    optimizer is a duplicate.
+    optimizer is a duplicate. ``lost_optimizer``: of a scheduler with a number that no optimizer has,
+    the file that its optimizer would have.
     """
 
     code = "identical-states"
@@ -476,6 +477,7 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
     role: Role
     sampled: bool
     is_of_own_optimizer: bool = False
+    lost_optimizer: str = ""
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
@@ -490,7 +492,14 @@ class IdenticalStates(Finding, frozen=True, kw_only=True):
             # Equal schedules of two optimizers have equal states in every healthy run: they show no
             # second prepare(), and a repair would delete a file that load_state looks for.
             return "nothing to do if the script has two optimizers with the same schedule"
-        return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+        fewer = f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+        if self.lost_optimizer:
+            return (
+                f"if the script has an optimizer for each scheduler, {self.lost_optimizer} is "
+                "missing and load_state fails: copy it from its source, or resume from another "
+                f"checkpoint; {fewer}"
+            )
+        return fewer
 
 
 class DoubledStates(IdenticalStates, frozen=True):

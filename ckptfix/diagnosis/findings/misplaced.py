@@ -375,7 +375,7 @@ class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to bring files of one run together."""
         return (
-            "the load succeeds, but training would continue from a mix of two runs: copy both "
+            "even if the load succeeds, training would continue from a mix of two runs: copy both "
             "files again from one save, or resume from another checkpoint; ignore this if the "
             "script restores only one of them, or sets the rates of the scheduler itself"
         )

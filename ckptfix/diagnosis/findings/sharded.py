@@ -132,7 +132,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions
     pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
     refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
-    that one, and for a missing one of this name none does.
+    that one, and for a missing one of this name none does. ``overwritten``: shards with
+    the tensors of the shard ``overwritten_with`` instead of their own.
     """
 
     code = "index-mismatch"
@@ -156,13 +157,16 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     is_read_in_part: bool = False
     refused: tuple[str, ...] = ()
     twin: PurePosixPath | None = None
+    overwritten_with: str = ""
+    overwritten: tuple[str, ...] = ()
 
     @property
     def is_fixable(self) -> bool:
         """True when the headers alone say what the index should be, so that a plain repair writes
         it.
         """
-        return not (self.lost or self.doubled or self.unread or self.twin) and self.rivals == 1
+        unclear = self.lost or self.doubled or self.unread or self.twin or self.overwritten
+        return not unclear and self.rivals == 1
 
     @property
     def is_salvageable(self) -> bool:
@@ -175,13 +179,18 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
                 f"{self.path} lists none of the {self.rivals} sets of shards that exist, and it "
                 "is unclear which set is right"
             )
+        hold = "holds" if len(self.overwritten) == 1 else "hold"
+        copies = f"{series(self.overwritten)} {hold} the tensors of {self.overwritten_with}"
+        if self.absent and self.overwritten:
+            return f"{self.path} is missing; {copies}, with equal values"
         if self.absent:
             return f"{self.path} is missing, but its shards exist"
         if self.problem is not None and self.is_fixable:
             return f"{self.path} cannot be read ({self.problem}), but its shards exist"
         if self.lost:
             lost = count_of(len(self.lost), "tensor")
-            return f"{self.path} lists {lost} that no shard holds: {list_names(self.lost)}"
+            why = f"; {copies} instead" if self.overwritten else ""
+            return f"{self.path} lists {lost} that no shard holds: {list_names(self.lost)}{why}"
         if self.doubled:
             doubled = count_of(len(self.doubled), "tensor")
             are = "is" if len(self.doubled) == 1 else "are"
@@ -245,6 +254,16 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
                 "accelerate.load_checkpoint_in_model reads each file by its extension: load the "
                 "model with it, and save it again"
             )
+        if self.overwritten and self.absent:
+            return (
+                "not written: a shard was overwritten with another one, so loading would leave "
+                "random weights; copy the index and these shards again from their source"
+            )
+        if self.overwritten:
+            return (
+                "not rebuilt: loading would leave random weights; copy "
+                f"{series(self.overwritten)} again from the source"
+            )
         if self.doubled and not self.lost:
             return (
                 "not rebuilt: from_pretrained and load_checkpoint_in_model use the last shard by "
@@ -301,7 +320,8 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
 class OddIndex(Finding, frozen=True, kw_only=True):
     """An index that differs from the headers in a way that changes no load.
 
-    ``computed``: listed keys that no shard holds and no load needs. ``unlisted``: the number of
+    ``computed``: listed buffers that no shard holds and that models compute. ``tied``: listed keys
+    that no shard holds, each tied to one that a shard holds. ``unlisted``: the number of
     tensors that the listed shards hold besides. ``repeated``: keys that the file has twice.
     ``misplaced``: the number of tensors that it places in another of the listed shards. ``copied``:
     tensors that several shards hold with equal values. ``leads_back``: the paths that lead through
@@ -319,6 +339,7 @@ class OddIndex(Finding, frozen=True, kw_only=True):
     misplaced: int = 0
     copied: tuple[str, ...] = ()
     leads_back: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         differences = [
@@ -341,6 +362,12 @@ class OddIndex(Finding, frozen=True, kw_only=True):
                 else ""
             ),
             (
+                f"lists {count_of(len(self.tied), 'tensor')} that no shard holds and that loaders "
+                f"tie to others: {list_names(self.tied)}"
+                if self.tied
+                else ""
+            ),
+            (
                 f"does not list {count_of(self.unlisted, 'tensor')} of the shards, but loaders "
                 "read them anyway"
                 if self.unlisted
@@ -360,7 +387,7 @@ class OddIndex(Finding, frozen=True, kw_only=True):
                 else ""
             ),
         ]
-        return f"{self.path} {' and '.join(filter(None, differences))}"
+        return f"{self.path} {'; it '.join(filter(None, differences))}"
 
     @property
     def advice(self) -> str:
@@ -371,12 +398,12 @@ class OddIndex(Finding, frozen=True, kw_only=True):
             (
                 "ignore this, but transformers.trainer_utils.load_sharded_checkpoint needs "
                 "strict=False"
-                if self.computed or self.unlisted
+                if self.computed or self.tied or self.unlisted
                 else ""
             ),
             (
-                "all loaders get the same values; ckptfix migrate and seal refuse such shards: "
-                "load the model, and save it again"
+                "all loaders get the same values; ckptfix migrate refuses such shards, and seal "
+                "covers them as files alone: load the model, and save it again"
                 if self.copied
                 else ""
             ),
