@@ -18,8 +18,8 @@ exception.
         ├── RemoteOSError        another process of the run had an OSError (training.ranks)
         ├── TeamError            another process of a team failed, or sees another folder (storage.launched_ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
-        ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
-        ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)
+        ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (checkpoint.deepspeed_files); holds which
+        ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (checkpoint.deepspeed_files)
         ├── LoadError            a checkpoint could not be loaded as required (training.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
     ClosedError                  a path below a URL was used after its block: a fault of the caller

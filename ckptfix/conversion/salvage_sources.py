@@ -22,7 +22,7 @@ from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError
-from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath, FileReader, lexists, names_in, relative, stat_of
@@ -445,7 +445,8 @@ def _has_checksums(member: Component) -> bool:
         return isinstance(container, TorchZip) and all(
             one.crc or not one.size for one in container.records
         )
-    return not isinstance(member.content, SafetensorsFile)
+    # An index has no values of its own.
+    return isinstance(member.content, WeightsIndex)
 
 
 def _have(member: Component) -> int | None:

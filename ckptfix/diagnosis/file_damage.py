@@ -202,7 +202,7 @@ def _read_crcs(
 
 
 def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
-    """Return the finding about a file that could not be parsed; None for one that may not be
+    """Return the findings about a file that could not be parsed, none for one that may not be
     read.
     """
     match problem.kind:

@@ -104,6 +104,9 @@ def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord
     """Return the end records, the bytes of the central directory, and its records in their order;
     names can recur.
 
+    In a store the data of records is looked for where torch puts it, at multiples of 64: other zip
+    files need their local headers read there, too.
+
     Raises TruncatedError when the archive is cut, UnsupportedFormat for encryption and rare
     compressions, FormatError for anything that does not add up.
     """

@@ -230,7 +230,8 @@ class _Writer:
         content = component.content
         if isinstance(content, SafetensorsFile):
             return self._rewrite_safetensors(component, content, action)
-        assert isinstance(content, TorchFile)  # nothing else has names
+        if not isinstance(content, TorchFile):
+            raise UnsupportedFormat("ckptfix cannot rename keys in a file of this format")
         if content.trailing and action.path not in self.trims:
             raise UnsupportedFormat(
                 "it has trailing bytes; add --allow trailing-bytes to cut them off"
