@@ -9,7 +9,7 @@ exception.
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
     │       └── BeyondLimits     larger or nested deeper than what is read, encrypted, or packed by a rare method
-    ├── TransferError            a copy between two devices cannot be staged (devices.routing)
+    ├── TransferError            a copy between two devices was refused (devices.routing)
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended

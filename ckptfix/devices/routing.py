@@ -185,5 +185,5 @@ def _is_capturing(index: int) -> bool:
 ROUTER = Router()
 """The one router of the process: staging is on or off for all of its threads."""
 
+
 bypassed = ROUTER.bypassed
-"""Lets copies go directly, as ``Router.bypassed`` says."""

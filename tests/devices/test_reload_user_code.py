@@ -171,3 +171,17 @@ def test_objects_among_the_inputs_are_new_in_every_run(folder: Path) -> None:
     report = verify_reload(folder, model=returning(Growing(), {"x": eights(), "cache": cache}))
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], str(report)
     assert len(cache.values) == 1
+
+
+def test_inputs_that_cannot_be_copied_are_handed_on(folder: Path) -> None:
+    import threading
+
+    class Locking(Head):
+        def forward(self, x: torch.Tensor, lock: Any = None) -> Any:
+            with lock:
+                return super().forward(x.mul_(0.5))
+
+    report = verify_reload(
+        folder, model=returning(Locking(), {"x": eights(), "lock": threading.Lock()})
+    )
+    assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], str(report)

@@ -1,5 +1,5 @@
-"""References to staging on simulated devices: what is staged, for how long, what is counted
-and said.
+"""References to staging on simulated devices: what is staged, for how long, what is counted,
+refused and said.
 """
 
 import sys

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from msgspec import Struct, field
 
 from ckptfix.devices.reload.filling import Filled, fill, name_problems, tensors_of
@@ -55,10 +56,16 @@ def fresh(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         id(value): value.detach().clone().requires_grad_(value.requires_grad)
         for _, value in tensors_in(given)
     }
-    return deepcopy(given, copied)
+    try:
+        return deepcopy(given, copied)
+    except ANYTHING:  # a lock, a file, a generator: it can only be handed on as it is
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = recursively_apply(
+            lambda value: copied.get(id(value), value), given
+        )
+        return changed
 
 
-def _inputs_of_config(model: Any) -> Inputs | str:
+def transformers_inputs(model: Any) -> Inputs | str:
     """Return inputs for a transformers model, or in words why none are made: only tokens and images
     are.
     """
@@ -72,38 +79,48 @@ def _inputs_of_config(model: Any) -> Inputs | str:
         size = getattr(text, "vocab_size", None)
         if not isinstance(size, int) or size < 2:
             return "its config has no usable vocab_size to generate tokens from"
-        limits = [getattr(text, key, None) for key in ("max_position_embeddings", "n_positions")]
-        length = min([_LENGTH, *(each for each in limits if isinstance(each, int) and each > 0)])
-        # A token that stands for an image or a sound asks for one; padding would be masked out of
-        # the output.
-        special = {
-            value
-            for part in (config, getattr(config, "text_config", None))
-            for key, value in (vars(part) if part is not None else {}).items()
-            if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-        }
-        plain = next((token for token in range(size) if token not in special), 0)
-        made = {}
-        has_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        for key in ("input_ids", "decoder_input_ids")[: 1 + has_decoder]:
-            ids = torch.randint(size, (_BATCH, length), generator=generator)
-            for token in special:
-                ids[ids == token] = plain
-            made[key] = ids
+        positions = _positions(text)
+        ids = _tokens(config, size, positions, generator)
+        made = {"input_ids": ids}
+        if getattr(config, "is_encoder_decoder", False):
+            made["decoder_input_ids"] = _tokens(config, size, positions, generator)
         return Inputs(kwargs=made)
     if name == "pixel_values":
         vision = getattr(config, "vision_config", None) or config
         side, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-        if all(
-            isinstance(value, int) and 0 < value <= most
-            for value, most in ((side, _LARGEST_SIDE), (channels, 64))
-        ):
+        if _is_size(side, _LARGEST_SIDE) and _is_size(channels, 64):
             pixels = torch.randn(1, channels, side, side, generator=generator)
             return Inputs(kwargs={"pixel_values": pixels.to(model.dtype)})
     return (
         f"it takes {name!r}, for which ckptfix cannot generate inputs; pass --model a factory "
         "that returns (model, inputs)"
     )
+
+
+def _is_size(value: Any, most: int) -> bool:
+    return isinstance(value, int) and 0 < value <= most
+
+
+def _positions(config: Any) -> int:
+    """Return how many tokens to make: fewer where the model has few positions."""
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return min([_LENGTH, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+
+
+def _tokens(config: Any, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    ids = torch.randint(size, (_BATCH, length), generator=generator)
+    # A token that stands for an image or a sound asks for one; padding would be masked out of the
+    # output.
+    special = {
+        value
+        for part in (config, getattr(config, "text_config", None))
+        for name, value in (vars(part) if part is not None else {}).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    plain = next((token for token in range(size) if token not in special), 0)
+    for token in special:
+        ids[ids == token] = plain
+    return ids
 
 
 Factory = Callable[[], Any]
@@ -192,7 +209,7 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
 def made_inputs(model: Any) -> Inputs | str:
     """Return inputs made from a model's config, or in words why there are none."""
     try:
-        return _inputs_of_config(model)
+        return transformers_inputs(model)
     except ANYTHING as error:
         return f"could not generate inputs from its config: {in_words(error)}"
 
