@@ -1,4 +1,4 @@
-"""The report as text and as a page, whatever a tensor is called."""
+"""The HTML page: well formed, self-contained, and safe whatever a tensor is called."""
 
 from pathlib import Path
 
@@ -53,6 +53,35 @@ def test_it_parses_and_says_what_was_printed() -> None:
     assert "\\x1b[31m\\u202e" in page.text
     shown = "".join(page.text.split())
     assert all("".join(str(line).split()) in shown for line in report().lines())
+
+
+def test_nothing_runs_and_nothing_is_loaded() -> None:
+    document = html()
+    page = Page(document)
+    assert {"script", "img", "link", "iframe", "object", "a"}.isdisjoint(page.tags)
+    assert {name for name, _ in page.attributes} <= {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "style",
+        "class",
+    }
+    assert not any(
+        "url(" in value or ":" in value.split(":", 1)[-1]
+        for name, value in page.attributes
+        if name == "style" and "url" in value
+    )
+    assert "default-src 'none'" in document
+    assert "http://" not in document
+    assert "https://" not in document
+    assert document.isprintable() or all(char.isprintable() or char == "\n" for char in document)
+    document.encode("utf-8")
+
+
+def test_colours_are_those_of_the_terminal() -> None:
+    assert '<span class="red">       failed  transfer fault</span>' in html()
 
 
 def test_str_is_what_the_terminal_prints() -> None:

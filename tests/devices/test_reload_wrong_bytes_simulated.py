@@ -20,6 +20,7 @@ from ckptfix.devices.reload.verifying import verify_reload
 from ckptfix.devices.torch_devices import ordered_pairs
 from tests.devices import reload_models as models
 from tests.devices.reload_models import Head, eights, save_model
+from tests.devices.test_reload_values import Astray
 from tests.simulated.models import mixtral
 from tests.simulated.simulator import Simulator
 
@@ -290,6 +291,18 @@ def test_a_nan_in_a_weight_names_the_module_on_the_devices_of_a_split(
     assert text.endswith("NaN first appears in the output of 'last' (Linear)")
     assert texts(report, Subject.SPLIT, Outcome.PROVEN), "the copies deliver the same NaN"
     assert report.ran == 3
+
+
+def test_a_nan_of_the_split_alone_names_its_module(simulator: Simulator, tmp_path: Path) -> None:
+    report = verified(tmp_path, Astray())
+    assert report.status == 1
+    text = texts(report, Subject.OUTPUTS, Outcome.FAILED)
+    assert text.startswith(
+        "the split over 0, 1 differs from cuda:0 alone by more than different kernels explain"
+    )
+    assert text.endswith(
+        "NaN first appears in the output of 'last' (Linear), whose input already contains NaN"
+    )
 
 
 def test_a_transfer_fault_ends_with_the_probe_and_the_way_around_it(

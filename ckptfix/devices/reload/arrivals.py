@@ -1,5 +1,6 @@
 """Tensors compared with their file's bytes: as read, after the disk, and on their device."""
 
+import hashlib
 import shutil
 import tempfile
 from collections import defaultdict
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import load_offloaded_weight, offload_weight
@@ -22,13 +24,7 @@ from ckptfix.devices.reload.device_maps import (
     is_out_of_memory,
 )
 from ckptfix.devices.reload.filling import holds, tensors_of
-from ckptfix.devices.reload.outputs import (
-    CHUNK,
-    Bytes,
-    digest_of,
-    first_mismatch,
-    host_bytes,
-)
+from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, host_bytes
 from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
@@ -318,6 +314,13 @@ def bytes_on(devices: Mapping[str, Device], sizes: Mapping[str, int]) -> dict[st
     return {str(place): found[place] for place in order}
 
 
+class PlacedTensor(NamedTuple):
+    """A tensor of a model: its name there, and where its value is; None when no hook keeps one."""
+
+    name: str
+    value: torch.Tensor | None
+
+
 Loaded = Mapping[str, bytes]
 """Name in the model -> sha256 of its bytes on the CPU, for the tensors without a name in the file.
 """
@@ -326,7 +329,7 @@ Loaded = Mapping[str, bytes]
 def remember_loaded(built: Built) -> Loaded:
     """Return the digests of a model on the CPU, before it is dispatched."""
     return {
-        name: digest_of(value)
+        name: _digest(value)
         for name, value in tensors_of(built.model).items()
         if name not in built.filled.names and not value.is_meta
     }
@@ -348,25 +351,37 @@ def prove_model(
     the file: a copy of them would double the memory. What is offloaded is compared on device
     ``main``.
     """
-    for name, value in _held(built, names):
-        wanted = device_of(name, device_map)
+    for held in _held(built, names):
+        wanted = device_of(held.name, device_map)
+        value = held.value
         if value is None:
-            tally.differs(name, f"expected on {wanted}, but its value is missing")
+            tally.differs(held.name, f"expected on {wanted}, but its value is missing")
             continue
         if isinstance(wanted, int) and (value.device.type == CPU or value.device.index != wanted):
-            tally.differs(name, f"expected on device {wanted}, found on {value.device}")
+            tally.differs(held.name, f"expected on device {wanted}, found on {value.device}")
             continue
         if wanted in (CPU, DISK) and isinstance(main, int):
             value = value.to(device(main))
-        if name in loaded:
-            is_same = digest_of(value) == loaded[name]
-            found: object = None if is_same else "bytes differ from the loaded model"
-        else:
-            found = first_mismatch(value, expected_bytes(built, name, value.dtype))
+        found = _difference(built, held.name, value, loaded)
         if found is None:
-            tally.arrived(value.nbytes, converted=name in built.filled.converted)
+            tally.arrived(value.nbytes, converted=held.name in built.filled.converted)
         else:
-            tally.differs(name, f"on {wanted}: {found}")
+            tally.differs(held.name, f"on {wanted}: {found}")
+
+
+def _difference(
+    built: Built, name: str, value: torch.Tensor, loaded: Loaded
+) -> Mismatch | str | None:
+    if name in loaded:
+        return None if _digest(value) == loaded[name] else "bytes differ from the loaded model"
+    return first_mismatch(value, expected_bytes(built, name, value.dtype))
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    digest = hashlib.sha256()
+    for part in host_bytes(value):
+        digest.update(part)
+    return digest.digest()
 
 
 def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Bytes]:
@@ -382,15 +397,15 @@ def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Byte
     return file_bytes(stored, CHUNK)
 
 
-def _held(built: Built, wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield tensors of a model, and where their values are; None when no hook keeps one."""
+def _held(built: Built, wanted: Iterable[str]) -> Iterator[PlacedTensor]:
     state = tensors_of(built.model)
     names = [name for name in wanted if name in state]
     meta = [name for name in names if state[name].is_meta]
     slots: Mapping[str, Slot] = find_slots(built.model, meta, torch.device(CPU))[0] if meta else {}
     for name in names:
         if not state[name].is_meta:
-            yield name, state[name].detach()
+            yield PlacedTensor(name, state[name].detach())
         else:
             slot = slots.get(name)
-            yield name, None if slot is None or isinstance(slot, EmptySlot) else slot.read()
+            is_kept = slot is not None and not isinstance(slot, EmptySlot)
+            yield PlacedTensor(name, slot.read() if is_kept and slot is not None else None)

@@ -5,7 +5,7 @@ It is the same model each time, so its weights are in host memory once, whatever
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,10 @@ def places_of(model: Any, device_map: DeviceMap) -> frozenset[Device]:
     those run there.
     """
     names = list(tensors_of(model))
-    owners = {""}.union(*(_around(name)[:-1] for name in names))
+    owners = {name.rpartition(".")[0] for name in names}
+    owners |= {
+        ".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)
+    }
     bare = [name for name, _ in model.named_modules() if name in device_map and name not in owners]
     found = [device_of(name, device_map) for name in names] + [device_map[name] for name in bare]
     return frozenset(place for place in found if place is not None)
@@ -241,23 +244,24 @@ class MapRequest(Struct, frozen=True, kw_only=True):
 
 def plan_for_weights(weights: Weights, request: MapRequest, machine: Accelerators) -> MapPlan:
     """Plan without a model class: modules are made of the names, and numbered ones stay whole."""
+    model = _module_of(weights)
+    modules = [name for name, _ in model.named_modules()]
     tied = [name for group in weights.ties for name in group]
-    return _plan(
-        request, machine, _module_of(weights), names=[*weights.tensors], ties=weights.ties,
-        also=tied, where="the files", why="a module without tensors, or misspelled",
-        no_split=(_Numbered.__name__,),
-        made=" from the names in the files, without splitting numbered modules",
-    )  # fmt: skip
+    names, why = [*weights.tensors], "a module without tensors, or misspelled"
+    said = _strange(request.given, [*names, *tied, *modules], "the files", why)
+    made = " from the names in the files, without splitting numbered modules"
+    return _plan(model, (_Numbered.__name__,), made, names, weights.ties, request, machine, said)
 
 
 def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> MapPlan:
     """Plan for a model; blocks that it names stay whole."""
+    model, names = built.model, list(tensors_of(built.model))
+    modules = [name for name, _ in model.named_modules()]
+    kind = type(model).__name__
+    said = _strange(request.given, [*names, *modules], kind, "misspelled")
     made = f", without splitting {', '.join(built.no_split)}" if built.no_split else ""
-    return _plan(
-        request, machine, built.model, names=list(tensors_of(built.model)),
-        ties=find_tied_parameters(built.model), also=(), where=type(built.model).__name__,
-        why="misspelled", no_split=built.no_split, made=made,
-    )  # fmt: skip
+    ties = find_tied_parameters(model)
+    return _plan(model, built.no_split, made, names, ties, request, machine, said)
 
 
 class _Numbered(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so its classes are Any
@@ -294,47 +298,81 @@ def _by_number(parts: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _plan(
-    request: MapRequest, machine: Accelerators, model: Any, *,
-    names: Sequence[str], ties: Sequence[Sequence[str]], also: Sequence[str], where: str, why: str,
-    no_split: Sequence[str], made: str,
-) -> MapPlan:  # fmt: skip
-    """Judge the user's map, or the one that accelerate makes.
-
-    ``names``: of the tensors. ``also``: other names that a map may have, next to those of modules:
-    a name that is neither is said to be not in ``where`` (``why``). ``made``: how a map is made.
-    """
-    proofs = Proofs()
-    if isinstance(request.given, Spread):
+    model: Any,
+    no_split: Sequence[str],
+    made: str,
+    names: Sequence[str],
+    ties: Sequence[Sequence[str]],
+    request: MapRequest,
+    machine: Accelerators,
+    said: Sequence[Proof],
+) -> MapPlan:
+    """Plan the user's map, or the one that accelerate makes."""
+    if not isinstance(request.given, Spread):
+        device_map, source = dict(request.given), request.source
+    else:
         source = f"{request.source}, inferred by accelerate{made}"
         limits = request.limits_on(machine)
         try:
-            device_map: dict[str, Device] = (
+            device_map = (
                 {"": CPU}
                 if limits == {CPU: MOST}
                 else map_model(model, no_split, request.given, limits)
             )
         except ANYTHING as error:  # accelerate walks through the user's own modules
             text = f"accelerate cannot infer a map for {type(model).__name__}: {in_words(error)}"
-            proofs.add(Subject.DEVICE_MAP, Outcome.FAILED, text)
+            failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
             return MapPlan(
-                source=source, device_map={}, devices={}, proofs=tuple(proofs), is_sound=False,
+                source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False,
                 absent=(),
             )  # fmt: skip
-    else:
-        source, device_map = request.source, dict(request.given)
-        modules = {name for name, _ in model.named_modules()}
-        # A module without tensors has a name, and so have those around it.
-        known = {""}.union(*(_around(name) for name in (*names, *also, *modules)))
-        # accelerate accepts other names silently.
-        if unknown := [name for name in device_map if name not in known]:
-            text = (
-                f"{count_of(len(unknown), 'name')} in the map without effect: "
-                f"{list_names(unknown)}: not in {where} ({why})"
-            )
-            moves = any(isinstance(device_map[name], int) for name in unknown)
-            proofs.add(Subject.DEVICE_MAP, Outcome.NOT_EXERCISED, text, is_transfer=moves)
+    return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
+
+
+def _strange(
+    given: Spread | DeviceMap, names: Sequence[str], where: str, why: str
+) -> tuple[Proof, ...]:
+    """Return a line for the names of the user's map that match nothing: accelerate accepts them
+    silently.
+    """
+    if isinstance(given, Spread):
+        return ()
+    parts = {""} | {
+        ".".join(steps[:depth])
+        for name in names
+        for steps in (name.split("."),)
+        for depth in range(1, len(steps) + 1)
+    }
+    unknown = [name for name in given if name not in parts]
+    if not unknown:
+        return ()
+    text = (
+        f"{count_of(len(unknown), 'name')} in the map without effect: {list_names(unknown)}: "
+        f"not in {where} ({why})"
+    )
+    is_transfer = any(isinstance(given[name], int) for name in unknown)
+    line = Proof(
+        subject=Subject.DEVICE_MAP,
+        outcome=Outcome.NOT_EXERCISED,
+        text=text,
+        is_transfer=is_transfer,
+    )
+    return (line,)
+
+
+def _judged(
+    source: str,
+    device_map: dict[str, Device],
+    names: Sequence[str],
+    ties: Sequence[Sequence[str]],
+    machine: Accelerators,
+    places: Collection[Device],
+    said: Sequence[Proof],
+) -> MapPlan:
     devices = {name: place for name in names if (place := device_of(name, device_map)) is not None}
     uncovered = [name for name in names if name not in devices]
+    broken = split_ties(ties, device_map)
+    proofs = Proofs(said)
     if not names:
         text = "the device map: there are no tensors to place"
         proofs.add(Subject.DEVICE_MAP, Outcome.NOT_EXERCISED, text, is_transfer=True)
@@ -347,29 +385,33 @@ def _plan(
     else:
         text = f"the map covers every tensor: {count_of(len(names), 'name')}"
         proofs.add(Subject.DEVICE_MAP, Outcome.PROVEN, text)
-    broken = split_ties(ties, device_map)
-    for (name, here), (twin, there) in broken:
+    for (one, here), (other, there) in broken:
         text = (
-            f"the map splits tied weights: {name!r} is on {here} and {twin!r} on {there}, but "
+            f"the map splits tied weights: {one!r} is on {here} and {other!r} on {there}, but "
             f"both are the same tensor; put both on {here}"
         )
         proofs.add(Subject.TIES, Outcome.FAILED, text)
     if ties and not broken:
         text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of keys"
         proofs.add(Subject.TIES, Outcome.PROVEN, text)
-    places = places_of(model, device_map)
-    absent = sorted(place for place in places if isinstance(place, int) and place >= machine.count)
+    absent = tuple(
+        sorted(place for place in places if isinstance(place, int) and place >= machine.count)
+    )
     for place in absent:
-        tensors = count_of([*devices.values()].count(place), "tensor")
-        text = f"this machine has no device {place}, which the map uses: {tensors} not placed"
+        text = (
+            f"this machine has no device {place}, which the map uses: "
+            f"{_tensors_on(place, devices)} not placed"
+        )
         proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     return MapPlan(
-        source=source, device_map=device_map, devices=devices, proofs=tuple(proofs),
-        is_sound=not uncovered and not broken, absent=tuple(absent),
-    )  # fmt: skip
+        source=source,
+        device_map=device_map,
+        devices=devices,
+        proofs=tuple(proofs),
+        is_sound=not uncovered and not broken,
+        absent=absent,
+    )
 
 
-def _around(name: str) -> list[str]:
-    """Return a name and those of the modules around it."""
-    steps = name.split(".")
-    return [".".join(steps[:depth]) for depth in range(1, len(steps) + 1)]
+def _tensors_on(place: Device, devices: Mapping[str, Device]) -> str:
+    return count_of(sum(1 for device in devices.values() if device == place), "tensor")

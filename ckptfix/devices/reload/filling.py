@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 import torch
-from accelerate.utils import find_tied_parameters, retie_parameters
+from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
 from msgspec import Struct
 from torch.nn.parameter import is_lazy
 
@@ -79,7 +79,7 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
 
 
 def fill(model: Any, weights: Weights) -> Filled:
-    """Load every tensor of a file into the model's tensor of that name, as ``load_state_dict`` does.
+    """Copy every tensor of a file into the model's tensor of that name, one at a time.
 
     Tensors on the meta device get memory, lazy ones the file's shape. Raises OperationError when
     the file cannot be read.
@@ -87,31 +87,31 @@ def fill(model: Any, weights: Weights) -> Filled:
     state, ties = tensors_of(model), find_tied_parameters(model)
     names = _sources(state, ties, weights)
     differences = name_problems(model, weights)
-    narrowed, converted, values = [], [], {}
+    narrowed, refused, converted, filled = [], [], [], {}
     for ours, theirs in names.items():
         value, own = weights.read(theirs), state[ours]
-        if not is_lazy(own) and value.shape != own.shape:
+        if is_lazy(own):
+            own.materialize(value.shape)
+        if value.shape != own.shape:
             continue
         if value.dtype != own.dtype and not holds(own.dtype, value.dtype):
             narrowed.append(narrowing(ours, value.dtype, own.dtype))
             continue
-        values[ours] = value.to(own.dtype)
+        try:
+            _put(model, ours, own, value)
+        except (
+            ANYTHING
+            # Memory that several elements share, as an expanded buffer has; classes of tensors.
+        ) as error:
+            refused.append(f"{ours!r} cannot be filled: {in_words(error)}")
+            continue
+        filled[ours] = theirs
         if value.dtype != own.dtype:
             converted.append(ours)
-    extra = {
-        name: weights.read(name).clone() for name in _extra_states(model) if name in weights.tensors
-    }
-    is_meta = any(own.is_meta for own in state.values())
-    refused = []
-    try:
-        model.load_state_dict({**values, **extra}, strict=False, assign=is_meta)
-    except ANYTHING as error:
-        # Memory that several elements share, as an expanded buffer has; a class of tensors; what a
-        # module makes of its extra state.
-        refused = [f"load_state_dict fails: {in_words(error)}"]
     for own in tensors_of(model).values():
         if is_lazy(own):
             own.materialize((0,))  # it is missing, and nothing here can ask for its shape
+    refused += _fill_extra(model, weights)
     retie_parameters(model, ties)
     if left := [name for name, value in _all_tensors(model).items() if value.is_meta]:
         differences.append(
@@ -119,18 +119,39 @@ def fill(model: Any, weights: Weights) -> Filled:
             "build the model outside of init_empty_weights, or without include_buffers"
         )
     return Filled(
-        names={ours: names[ours] for ours in values},
-        differences=(*differences, *few(narrowed, "dtype"), *refused),
+        names=filled,
+        differences=(*differences, *few(narrowed, "dtype"), *few(refused, "tensor")),
         converted=tuple(converted),
         untied=untied(ties, weights),
     )
 
 
-def _extra_states(model: Any) -> set[str]:
-    """Return the names in a state dict of the modules that keep an extra state."""
+def _put(model: Any, name: str, own: torch.Tensor, value: torch.Tensor) -> None:
+    if own.is_meta:
+        set_module_tensor_to_device(model, name, "cpu", value=value.to(own.dtype))
+    else:
+        with torch.no_grad():
+            own.copy_(value)
+
+
+def _fill_extra(model: Any, weights: Weights) -> list[str]:
+    """Hand each module the extra state that the file has of it; return in words what they raise."""
+    refused = []
+    for name, module in _extra_states(model).items():
+        if name in weights.tensors:
+            value = weights.read(name).clone()
+            try:
+                module.set_extra_state(value)
+            except ANYTHING as error:
+                refused.append(f"{name!r} cannot be filled: {in_words(error)}")
+    return refused
+
+
+def _extra_states(model: Any) -> dict[str, Any]:
+    """Return name in a state dict -> module, of the modules that keep an extra state."""
     own = torch.nn.Module.get_extra_state
     return {
-        f"{name}.{_EXTRA}".removeprefix(".")
+        f"{name}.{_EXTRA}".removeprefix("."): module
         for name, module in model.named_modules()
         if getattr(type(module), "get_extra_state", own) is not own
     }

@@ -37,13 +37,13 @@ from ckptfix.devices.reload.dispatched import (
 )
 from ckptfix.devices.reload.filling import size_of, tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty, nonfinite_places
-from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proofs, Subject
+from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.three_way import Baseline, Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.torch_devices import device
 from ckptfix.diagnosis.values import ADVICE
 from ckptfix.hardware import Pair
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (
     "loading directly onto devices: verify fills the model on the CPU and then dispatches "
@@ -110,10 +110,7 @@ def _one_device(
 ) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
     where = _begin(trials[0].main) if trials else torch.device(CPU)
-    outcome, advice = Outcome.NOT_EXERCISED, ""
-    reason = built.inputs if isinstance(built.inputs, str) else ""
-    if built.filled.differences:
-        reason = "the weights do not fill the model"
+    reason, outcome, advice = _no_runs(built), Outcome.NOT_EXERCISED, ""
     if not reason:
         single = baseline(built, where, seeks_nan=has_nan)
         if single.problem:
@@ -134,6 +131,7 @@ def _one_device(
                 "the forward pass returns no tensor with elements, so there is nothing to compare"
             )
         else:
+            _say_unreached(proof, single.unreached)
             _say_nonfinite(proof, single, f"{where} alone", has_nan=has_nan)
             return single.output
     proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}", advice=advice)
@@ -141,6 +139,24 @@ def _one_device(
         text = "direct vs. staged copies: the model was not run"
         proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     return None
+
+
+def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
+    """Name the parts of a model that no input reached, as the vision tower of one that got tokens
+    alone.
+    """
+    if unreached is None:
+        text = (
+            "parts of the model that no input reached: unknown, because its weights were "
+            "loaded block by block"
+        )
+        proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+    elif unreached:
+        text = (
+            f"parts of the model that no input reached: {list_names(unreached)}; next: pass "
+            "--model a factory that returns (model, inputs)"
+        )
+        proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
 
 
 def _say_nonfinite(proof: ModelProof, single: Baseline, where: str, *, has_nan: bool) -> None:
@@ -184,10 +200,7 @@ def _on_a_map(
                 _prove_placed(proof, built, trial, loaded, machine)
                 if single is not None:
                     runs = compare_split(built, trial, single, _begin(trial.main), repeats, hangs)
-                    proof.proofs += [
-                        replace(line, text=line.text.replace("split", f"split over {trial}", 1))
-                        for line in runs.proofs
-                    ]
+                    proof.proofs += [_named(one, trial) for one in runs.proofs]
                     proof.runs = runs if len(used) > 1 else proof.runs
                     proof.ran = max(proof.ran, repeats if used else 1)
         except ModelLost:
@@ -288,6 +301,17 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
             f"over{wider}"
         )
         proof.proofs.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
+
+
+def _no_runs(built: Built) -> str:
+    """Return why the model cannot be run, "" when it can."""
+    if built.filled.differences:
+        return "the weights do not fill the model"
+    return built.inputs if isinstance(built.inputs, str) else ""
+
+
+def _named(proof: Proof, trial: Trial) -> Proof:
+    return replace(proof, text=proof.text.replace("split", f"split over {trial}", 1))
 
 
 @contextmanager

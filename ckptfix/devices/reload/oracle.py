@@ -113,7 +113,14 @@ def _of_transformers(
     answer = answer._replace(loads=cls.__name__)
     settings = _config_of(cls, folder)
     attention, unknown = _attention_of(settings)
-    model, info = load(cls, settings, tensors, **attention, **on_meta())
+    # With a device map, 4.44 reads the tensors from files, and fails without them. A model made on
+    # "meta" is no way out: 4.44 takes all its parameters as tied, and misses none.
+    is_mapped = TorchVersion(library.__version__) >= (4, 48)
+    model, info = cls.from_pretrained(
+        None, config=settings, state_dict=tensors, device_map={"": "meta"} if is_mapped else None,
+        ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
+        trust_remote_code=False, **attention,
+    )  # fmt: skip
     refused = "; ".join(map(str, [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]))
     outcome = answer._replace(
         missing=tuple(sorted(info["missing_keys"])),
@@ -128,27 +135,6 @@ def _of_transformers(
             "quantized weights: their layers are built differently on a device than without one"
         )
     return outcome
-
-
-def load(
-    cls: Any, settings: Any, tensors: Mapping[str, torch.Tensor], **how: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Return a model that ``from_pretrained`` makes of a config and these tensors, and what it says
-    of the loading. Other sizes are let through, so that all of them are named.
-    """
-    model, info = cls.from_pretrained(
-        None, config=settings, state_dict=tensors, ignore_mismatched_sizes=True,
-        output_loading_info=True, local_files_only=True, trust_remote_code=False, **how,
-    )  # fmt: skip
-    return model, info
-
-
-def on_meta() -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` makes a model without bytes."""
-    # With a device map, 4.44 reads the tensors from files, and fails without them. A model made on
-    # "meta" is no way out: 4.44 takes all its parameters as tied, and misses none.
-    is_mapped = TorchVersion(import_module("transformers").__version__) >= (4, 48)
-    return {"device_map": {"": "meta"}} if is_mapped else {}
 
 
 def _rounded(model: Any, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -2,7 +2,6 @@
 line.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import inf, isfinite
@@ -64,11 +63,14 @@ class Deviation(Struct, frozen=True, kw_only=True):
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor in an output by its place, on the host, as a plain tensor."""
-    return {
-        place: _dense(value.detach()).to("cpu", copy=True).resolve_conj().resolve_neg()
-        for place, value in tensors_in(output)
-    }
+    """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are
+    their parts.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for place, value in tensors_in(output):
+        for name, part in _plain(value.detach()):
+            found[f"{place}{name}"] = part.to("cpu", copy=True).resolve_conj().resolve_neg()
+    return found
 
 
 def is_empty(output: Mapping[str, torch.Tensor]) -> bool:
@@ -144,9 +146,10 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> Deviation:
 def holds_nan(output: Any) -> bool:
     """Return whether any tensor in an output holds NaN, on whatever device it is."""
     for _, value in tensors_in(output):
-        numbers = _numbers(_dense(value.detach()))
-        if numbers is not None and not numbers.is_meta and bool(numbers.isnan().any()):
-            return True
+        for _, part in _plain(value.detach()):
+            numbers = _numbers(part)
+            if numbers is not None and not numbers.is_meta and bool(numbers.isnan().any()):
+                return True
     return False
 
 
@@ -195,13 +198,28 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of any layout as a plain one."""
-    if value.is_quantized:
-        return value.dequantize()
+def _plain(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors of which one of another layout is made."""
     if value.is_nested:
-        return torch.nested.to_padded_tensor(value, 0.0)
-    return value.to_dense() if value.layout is not torch.strided else value
+        yield from ((f"[{index}]", part) for index, part in enumerate(value.unbind()))
+    elif value.layout is torch.sparse_coo:
+        yield from ((".indices", value._indices()), (".values", value._values()))
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (
+            (".rows", value.crow_indices()),
+            (".columns", value.col_indices()),
+            (".values", value.values()),
+        )
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (
+            (".columns", value.ccol_indices()),
+            (".rows", value.row_indices()),
+            (".values", value.values()),
+        )
+    elif value.is_quantized:
+        yield ".integers", value.int_repr()
+    else:
+        yield "", value
 
 
 ANYTHING = (Exception, SystemExit)
@@ -253,14 +271,6 @@ def host_bytes(tensor: torch.Tensor, chunk: int = CHUNK) -> Iterator[Bytes]:
     raw = _flat(tensor).view(torch.uint8)
     for begin in range(0, len(raw), chunk):
         yield raw[begin : begin + chunk].cpu().numpy()
-
-
-def digest_of(tensor: torch.Tensor) -> bytes:
-    """Return the sha256 of a tensor's bytes, read back to the host."""
-    digest = hashlib.sha256()
-    for part in host_bytes(tensor):
-        digest.update(part)
-    return digest.digest()
 
 
 def first_mismatch(tensor: torch.Tensor, expected: Iterable[Bytes]) -> Mismatch | None:

@@ -1,26 +1,26 @@
 """A transformers model as ``from_pretrained`` builds and fills it, and the fate of each tensor. No
 remote code.
 
-Names are asked of the library, and values are found by their bytes: no version's renamings and
-merges are known here. A checkpoint that transformers refuses is a failure, with its own words. Only
-where nobody says which class the weights belong to is there no verdict.
+transformers 5 keeps its table of renamings and merges at the model that it loaded. Without that
+table (transformers 4) a tensor has a place where a name differs by the base model's prefix at most.
+A checkpoint that transformers refuses is a failure, with its own words. Only where nobody says
+which class the weights belong to is there no verdict.
 """
 
 import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import find_tied_parameters
-from msgspec.structs import replace
+from msgspec import Struct, field
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.devices.reload.device_maps import CPU, free_memory, is_out_of_memory
 from ckptfix.devices.reload.filling import (
     Filled,
@@ -32,43 +32,177 @@ from ckptfix.devices.reload.filling import (
     tensors_of,
     untied,
 )
-from ckptfix.devices.reload.oracle import load, on_meta
-from ckptfix.devices.reload.outputs import (
-    ANYTHING,
-    digest_of,
-    first_mismatch,
-    host_bytes,
-    in_words,
-    one_line,
-)
+from ckptfix.devices.reload.outputs import ANYTHING, in_words, one_line
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.devices.reload.user_model import Built, made_inputs
-from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
-from ckptfix.diagnosis.loads.pretrained_models import judge_pretrained
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.tensor import TensorInfo
 from ckptfix.wording import count_of, human_size, list_names
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
+
+
+class Destinations(Struct, kw_only=True):
+    """The places of a file's tensors in a model. Keys of the model -> keys of the file, unless said
+    otherwise.
+
+    ``names``: one tensor alone. ``merged``: several that the loader puts together, or one that it
+    cuts; ``listed``: those of them that are a list by number, one tensor for each expert.
+    ``crowded``: key of the file whose place another tensor of the file took -> that place.
+    ``left_out``: keys of the file without a place -> what transformers calls them. ``unknown``:
+    keys of the file of which this transformers does not say where they went.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    merged: dict[str, list[str]] = field(default_factory=dict)
+    listed: set[str] = field(default_factory=set)
+    crowded: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    def misnumbered(self) -> list[str]:
+        """Return the places whose tensors, one for each expert, are not numbered from 0 on: each
+        expert moves up.
+        """
+        return [
+            place
+            for place in self.merged
+            if place in self.listed and not _is_numbered(self.merged[place])
+        ]
+
+
+def destinations(model: Any, weights: Weights) -> Destinations:
+    """Return the place of every tensor of a file in a model that transformers has loaded."""
+    state = tensors_of(model)
+    found = _by_prefix(model, state, weights)
+    table = getattr(model, "_weight_conversions", None)
+    if table is not None:
+        # Another transformers has other names for its table.
+        with suppress(ImportError, AttributeError, TypeError, ValueError):
+            found = _by_table(model, state, weights, table)
+    for group in find_tied_parameters(model):
+        source = next((found.names[name] for name in group if name in found.names), None)
+        if source is not None:
+            found.names.update({name: source for name in group if name not in found.names})
+    return found
+
+
+def _by_table(
+    model: Any, state: Mapping[str, torch.Tensor], weights: Weights, table: Iterable[Any]
+) -> Destinations:
+    """Rename each key as transformers did; of two tensors for one place it takes the first in
+    natural order.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = list(table)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    found = Destinations()
+    for key in sorted(weights.tensors, key=dot_natural_key):
+        place, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if place not in state and key in state:
+            place, pattern = rename_source_key(key, [], [], prefix, state)
+        if place not in state:
+            found.left_out[key] = place
+        elif pattern is not None:
+            found.merged.setdefault(place, []).append(key)
+            if ".*." in pattern:
+                found.listed.add(place)
+        elif place in found.names:
+            found.crowded[key] = place
+        else:
+            found.names[place] = key
+    return found
+
+
+def _by_prefix(model: Any, state: Mapping[str, torch.Tensor], weights: Weights) -> Destinations:
+    """Find places by name alone: a base model's file loads into a model with a head, and the other
+    way round.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found = Destinations()
+    for name in weights.tensors:
+        tries = (name, prefix + name, name.removeprefix(prefix))
+        ours = next((one for one in tries if one in state), None)
+        if ours is None:
+            found.unknown.append(name)
+        elif ours in found.names:
+            found.crowded[name] = ours
+        else:
+            found.names[ours] = name
+    return found
+
+
+def absent_siblings(keys: Iterable[str]) -> list[str]:
+    """Return keys that a file lacks where its other numbered parts have them: ``experts.1.w1`` of
+    ``experts.0.w1``.
+
+    Only the innermost of several numbers counts: layers may differ from each other, experts of one
+    layer may not.
+    """
+    parts: dict[str, dict[int, set[str]]] = {}
+    for key in keys:
+        numbers = list(_NUMBER.finditer(key))
+        if len(numbers) > 1:
+            before, number, after = (
+                key[: numbers[-1].start()],
+                numbers[-1],
+                key[numbers[-1].end() :],
+            )
+            parts.setdefault(before, {}).setdefault(int(number[0]), set()).add(after)
+    absent = []
+    for before, by_number in parts.items():
+        every = set.union(*by_number.values())
+        absent += [
+            f"{before}{number}{after}"
+            for number in range(max(by_number) + 1)
+            for after in sorted(every - by_number.get(number, set()))
+        ]
+    return absent
+
+
+def _is_numbered(keys: Iterable[str]) -> bool:
+    """Return whether keys that differ in one number have the numbers from 0 on; True where they
+    differ otherwise.
+    """
+    families: dict[tuple[str, ...], set[int]] = {}
+    cut = [(_NUMBER.split(key), [int(number) for number in _NUMBER.findall(key)]) for key in keys]
+    lengths = {len(numbers) for _, numbers in cut}
+    if len(lengths) != 1 or not max(lengths):
+        return True
+    varying = [
+        place for place in range(max(lengths)) if len({numbers[place] for _, numbers in cut}) > 1
+    ]
+    if len(varying) != 1:
+        return True
+    for texts, numbers in cut:
+        families.setdefault(tuple(texts), set()).add(numbers[varying[0]])
+    return all(found == set(range(len(found))) for found in families.values())
+
 
 _THEN = (
     "; from_pretrained fills the gap with random values and only warns",
     "; from_pretrained ignores them and only warns",
 )
 
-Feeds = Callable[[Iterable[str]], frozenset[str]]
-"""Keys of a file -> keys of the model that a load of these alone fills."""
 
-
-def filled_by_loader(model: Any, weights: Weights, info: Mapping[str, Any], feeds: Feeds) -> Filled:
+def filled_by_loader(model: Any, weights: Weights, info: Mapping[str, Any]) -> Filled:
     """Return what a model got from a file. ``info``: what ``from_pretrained`` says of its
-    loading. ``feeds``: see ``Feeds``; it is asked about tensors whose values the model does not
-    have.
+    loading.
     """
     state = tensors_of(model)
-    names, left = _held(model, state, weights)
-    for group in find_tied_parameters(model):
-        source = next((names[name] for name in group if name in names), None)
-        if source is not None:
-            names.update({name: source for name in group if name not in names})
+    found = destinations(model, weights)
+    names = {
+        ours: theirs
+        for ours, theirs in found.names.items()
+        if tuple(state[ours].shape) == weights.tensors[theirs].shape
+    }
     converted, narrowed = [], []
     for ours, theirs in list(names.items()):
         held, stored = state[ours].dtype, weights.read(theirs).dtype
@@ -77,144 +211,70 @@ def filled_by_loader(model: Any, weights: Weights, info: Mapping[str, Any], feed
         elif held != stored:
             narrowed.append(narrowing(ours, stored, held))
             del names[ours]
-    differences = [*_of_loading(info, weights), *few(narrowed, "dtype")]
-    unproven: list[str] = []
-    if not differences:
-        differences, unproven = _unsaid(model, weights, names, left, feeds)
+    for place, keys in found.merged.items():
+        dtypes = {key: weights.read(key).dtype for key in keys}
+        narrowed += [
+            narrowing(key, stored, state[place].dtype)
+            for key, stored in dtypes.items()
+            if not holds(state[place].dtype, stored)
+        ]
+    differences = [
+        *_of_loading(info, found, weights),
+        *_of_places(found, weights, info),
+        *few(narrowed, "dtype"),
+    ]
     return Filled(
         names=names,
         differences=tuple(differences),
         converted=tuple(converted),
         untied=_untied(model, names, weights),
-        unproven=tuple(unproven),
+        unproven=tuple(_unproven(model, found, info)),
     )
 
 
-def _held(
-    model: Any, state: Mapping[str, torch.Tensor], weights: Weights
-) -> tuple[dict[str, str], list[str]]:
-    """Return key of the model -> key of the file with the same values, and the keys of the file whose
-    values the model does not have.
-
-    The tensor of the same name comes first, up to the prefix of a base model. One that a loader
-    renamed is found by its digest.
-    """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    names: dict[str, str] = {}
-    left: dict[str, str | None] = {}
-    for key in weights.tensors:
-        tries = (key, prefix + key, key.removeprefix(prefix))
-        ours = next((name for name in tries if name in state and name not in names), None)
-        if ours is not None and _is_same(state[ours], weights.read(key)):
-            names[ours] = key
-        else:
-            left[key] = ours
-    filled = {id(state[ours]) for ours in names}
-    gaps = [ours for ours, held in state.items() if id(held) not in filled]
-    contents: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = {}
-    for key in left:
-        value = weights.read(key)
-        for dtype in {state[ours].dtype for ours in gaps}:
-            if value.dtype == dtype or (value.is_floating_point() and dtype.is_floating_point):
-                content = (dtype, value.shape, digest_of(value.to(dtype)))
-                contents.setdefault(content, []).append(key)
-    for ours in gaps:
-        held = state[ours]
-        if keys := contents.get((held.dtype, held.shape, digest_of(held))):
-            names[ours] = keys[0] if len(keys) == 1 else keys.pop(0)
-    for key, own in left.items():
-        # A loader may permute the values of a tensor, such as a gate interleaved with another.
-        if own is not None and own not in names and not _is_permuted(state[own], weights.read(key)):
-            names[own] = key
-    sources = set(names.values())
-    return names, [key for key in left if key not in sources]
-
-
-def _is_same(held: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a tensor of a model has the bytes of a value in its dtype."""
-    return held.shape == value.shape and (
-        first_mismatch(held, host_bytes(value.to(held.dtype))) is None
-    )
-
-
-def _is_permuted(held: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether two tensors have the same numbers in another order; True for other shapes."""
-    if held.shape != value.shape:
-        return True
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(held.element_size(), torch.uint8)
-    numbers = (each.detach().reshape(-1).view(bits) for each in (held, value.to(held.dtype)))
-    return bool(torch.equal(*(each.sort().values for each in numbers)))
-
-
-def _of_loading(info: Mapping[str, Any], weights: Weights) -> list[str]:
+def _of_loading(info: Mapping[str, Any], found: Destinations, weights: Weights) -> list[str]:
     """Return in words what ``from_pretrained`` says of its loading, each a failure."""
     missing, unexpected = (
         sorted(info.get(kind, ())) for kind in ("missing_keys", "unexpected_keys")
     )
     problems = names_in_words(missing, unexpected, weights, then=_THEN)
+    mismatched = sorted(info.get("mismatched_keys", ()))
     shapes = [
-        f"{name!r} has shape {list(have)} {'in' if name in weights.tensors else 'when loaded from'} "
+        f"{name!r} has shape {list(have)} {'when merged from' if name in found.merged else 'in'} "
         f"the file, {list(want)} in the model"
-        for name, have, want in sorted(info.get("mismatched_keys", ()))
+        for name, have, want in mismatched
     ]
     if shapes:
+        merged = [key for name, *_ in mismatched for key in found.merged.get(name, ())]
+        absent = absent_siblings(merged)
         problems += few(shapes, "shape")
         problems.append(
             "from_pretrained refuses the checkpoint: shape mismatch with config.json in "
             f"{count_of(len(shapes), 'tensor')} (with ignore_mismatched_sizes=True it fills the "
-            "gap with random values)"
+            "gap with random values)" + (f"; the file lacks {list_names(absent)}" if absent else "")
         )
     return problems + [str(message) for message in info.get("error_msgs", ())]
 
 
-def _unsaid(
-    model: Any, weights: Weights, names: Mapping[str, str], left: Sequence[str], feeds: Feeds
-) -> tuple[list[str], list[str]]:
-    """Return in words what ``from_pretrained`` changes without a word, and what cannot be compared.
-
-    ``left``: keys of the file whose values the model does not have: they are merged with others,
-    dropped or ignored, as a load of them alone shows.
+def _of_places(found: Destinations, weights: Weights, info: Mapping[str, Any]) -> list[str]:
+    """Return in words which tensors ``from_pretrained`` drops or puts into another's place without
+    a word.
     """
-    state, kind = tensors_of(model), type(model).__name__
-    fed = feeds(left) if left else frozenset()
-    merged = sorted(place for place in fed & state.keys() if place not in names)
-    dropped = [
-        f"{key!r} and {names[place]!r} in the file both map to {place!r}: from_pretrained "
-        "silently drops one of them"
-        for place in sorted(fed & names.keys())
-        for key in left
-        if weights.tensors[key].shape == tuple(state[place].shape)
-        and not same_bytes(weights, key, names[place])
-        and place in feeds([key])
+    crowded = [
+        f"{key!r} and {found.names[place]!r} in the file both map to {place!r}: "
+        "from_pretrained silently drops one of them"
+        for key, place in found.crowded.items()
+        if not same_bytes(weights, key, found.names[place])
     ]
-    dtypes = {key: weights.read(key).dtype for key in left if merged}
-    wide = {
-        key: dtype
-        for key, dtype in dtypes.items()
-        if not any(holds(state[place].dtype, dtype) for place in merged)
-    }
-    narrowed = [narrowing(key, dtype, state[merged[0]].dtype) for key, dtype in wide.items()]
-    if wide and feeds(key for key in left if key not in wide) == fed:
-        # No place needs them: they are ignored.
-        narrowed = []
-    unproven = []
-    if merged:
-        unproven.append(
-            f"the loader merges or splits {count_of(len(left), 'tensor')} of the file "
-            f"({list_names(left)}) into {count_of(len(merged), 'tensor')} of the model: "
-            "the result was not compared with the file"
-        )
-    elif left and not dropped:
-        unproven.append(
-            f"{count_of(len(left), 'tensor')} of the file ({list_names(left)}): {kind} "
-            "has no such key, and from_pretrained ignores the values without a warning"
-        )
-    if fresh := [name for name in state if name not in names and name not in fed]:
-        unproven.append(
-            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) not in the "
-            f"file: {kind} may initialize them itself, and from_pretrained does not warn"
-        )
-    return [*few(dropped, "pair"), *few(narrowed, "dtype")], unproven
+    refused = {name for name, *_ in info.get("mismatched_keys", ())}
+    moved = [
+        f"the file's tensors for {place!r} are not numbered 0, 1, 2 and so on: "
+        "from_pretrained silently closes the gap, so later tensors move up; the file lacks "
+        f"{list_names(absent_siblings(found.merged[place]))}"
+        for place in found.misnumbered()
+        if place not in refused
+    ]
+    return [*few(crowded, "pair"), *few(moved, "place")]
 
 
 def _untied(model: Any, names: Mapping[str, str], weights: Weights) -> tuple[tuple[str, str], ...]:
@@ -233,24 +293,47 @@ def _untied(model: Any, names: Mapping[str, str], weights: Weights) -> tuple[tup
     return tuple(dict.fromkeys((*broken, *untied(find_tied_parameters(model), weights))))
 
 
-def _lacking(given: Mapping[str, Any], weights: Weights) -> list[str]:
-    """Return in words the layers and experts that the config has and the file lacks, as ``check``
-    finds them.
+def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[str]:
+    """Return in words which tensors no byte of a tensor of the model, or of the file, can be
+    compared with.
     """
-    load = Load(
-        path=PurePosixPath(weights.label),
-        library="transformers",
-        configs={"config.json": given},
-        tensors={
-            name: TensorInfo(name, stored.dtype, stored.shape, None)
-            for name, stored in weights.tensors.items()
-        },
-    )
-    return [
-        f"config.json has {told.setting} {told.value}, but the file has {told.tensors}"
-        for told in judge_pretrained(load)
-        if isinstance(told, MismatchedConfig) and told.tensors.startswith("no tensors of")
+    said = []
+    kind = type(model).__name__
+    if found.merged:
+        keys = [key for group in found.merged.values() for key in group]
+        said.append(
+            f"the loader merges or splits {count_of(len(keys), 'tensor')} of the file "
+            f"({list_names(keys)}) into {count_of(len(found.merged), 'tensor')} of the model: "
+            "the result was not compared with the file"
+        )
+    unexpected = set(info.get("unexpected_keys", ()))
+    ignored = [key for key, place in found.left_out.items() if not {key, place} & unexpected]
+    if ignored:
+        said.append(
+            f"{count_of(len(ignored), 'tensor')} of the file ({list_names(ignored)}): {kind} "
+            "has no such key, and from_pretrained ignores the values without a warning"
+        )
+    mismatched = {name for name, *_ in info.get("mismatched_keys", ())}
+    unknown = [key for key in found.unknown if not {key} & (unexpected | mismatched)]
+    if unknown:
+        said.append(
+            f"where {count_of(len(unknown), 'tensor')} of the file went "
+            f"({list_names(unknown)}): this version of transformers does not report what it "
+            "renames, merges or leaves out"
+        )
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    filled = {*found.names, *found.merged}
+    fresh = [
+        name
+        for name in tensors_of(model)
+        if name not in filled and any(re.search(pattern, name) for pattern in patterns)
     ]
+    if fresh and not found.unknown:
+        said.append(
+            f"{count_of(len(fresh), 'tensor')} of the model ({list_names(fresh)}) not in the file: "
+            f"{kind} may initialize them itself, and from_pretrained does not warn"
+        )
+    return said
 
 
 _UNMERGED = re.compile(
@@ -277,25 +360,15 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
     from the folder would be needed, OperationError when a file cannot be read, OSError when
     config.json cannot.
     """
-    given = _read_config(root)
+    transformers, given = _read_config(root)
     with _captured_log() as log:
-        cls, config = _class_of(root, given)
-        if "quantization_config" in given:
-            raise NoModel("config.json asks for quantized weights, which ckptfix does not build")
-        if len(found) != 1:
-            raise NoModel(
-                f"config.json describes one model, but there are {len(found)}; pass the path of "
-                "one file"
-            )
-        (weights,) = found
+        config = _config(root, given, transformers)
+        cls = _model_class(given, transformers)
+        (weights,) = _ensure_one_model(given, found)
         _ensure_room(cls, config, weights)
         model, info = _loaded(cls, config, weights, log)
-        _ensure_generation(model, root)
-        filled = filled_by_loader(model, weights, info, _feeding(cls, config, weights))
-    # from_pretrained numbers the experts of a layer anew, so that a gap may be silent.
-    moved = "" if filled.differences else ", and from_pretrained silently closes the gap"
-    lacking = tuple(f"{words}{moved}" for words in _lacking(given, weights))
-    filled = replace(filled, differences=filled.differences + lacking)
+        _ensure_generation(model, root, transformers)
+    filled = filled_by_loader(model, weights, info)
     weights.close()  # a file that cannot be mapped lies in memory while it is open
     return Built(
         model=model,
@@ -303,7 +376,7 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
         weights=weights,
         filled=filled,
         inputs=made_inputs(model),
-        beyond=tuple(_beyond(root, given, weights.label, model)),
+        beyond=tuple(_beyond(root, given, weights.label)),
     )
 
 
@@ -314,12 +387,14 @@ def skeleton_from_config(root: Path) -> Any:
     Raises LoaderRefuses where transformers refuses the config, NoModel where no class is known or
     code from the folder would be needed, OSError when config.json cannot be read.
     """
-    given = _read_config(root)
+    transformers, given = _read_config(root)
     with _captured_log():
-        cls, config = _class_of(root, given)
+        cls = _model_class(given, transformers)
         try:
-            model = _skeleton(cls, config)
+            model = _skeleton(cls, _config(root, given, transformers))
         except ANYTHING as error:
+            if isinstance(error, LoaderRefuses | NoModel):
+                raise
             raise LoaderRefuses(
                 f"{cls.__name__}: {in_words(error)}; correct config.json"
             ) from error
@@ -334,13 +409,30 @@ def _skeleton(cls: Any, config: Any) -> Any:
         return cls(own)
 
 
-def _read_config(root: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
+def _read_config(root: Path) -> tuple[Any, dict[str, Any]]:
+    """Return transformers, and the content of a ``config.json`` that is its own."""
+    text = _config_text(root)
+    try:
+        import transformers
+    except ImportError:
+        raise NoModel(
+            "transformers is not installed, so no model can be built from config.json"
+        ) from None
+    given = _parsed(text)
+    _ensure_transformers_config(given, transformers)
+    return transformers, given
+
+
+def _config_text(root: Path) -> str:
     path = root / "config.json"
     if not path.is_file():
         raise NoModel("no --model, and no config.json next to the weights")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _parsed(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LoaderRefuses(f"config.json is not JSON: {error}; copy or write it again") from None
     if not isinstance(config, dict):
@@ -351,26 +443,27 @@ def _read_config(root: Path) -> dict[str, Any]:
     return config
 
 
-def _class_of(root: Path, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the class that ``config.json`` names, and what AutoConfig makes of it, where no remote
-    code is needed for them.
+def _ensure_transformers_config(config: dict[str, Any], transformers: Any) -> None:
+    """Raise NoModel for the ``config.json`` of another library: diffusers, timm, or the user's own
+    settings.
     """
-    import transformers
-
-    known, model_type = transformers.CONFIG_MAPPING, given.get("model_type")
-    is_known = isinstance(model_type, str) and model_type in known
     marks = ("architectures", "transformers_version")
-    if not is_known and not any(mark in given for mark in marks):
-        # That of diffusers, timm, or the user's own settings.
+    model_type = config.get("model_type")
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if not known and not any(mark in config for mark in marks):
         raise NoModel(
             f"config.json names no transformers class (it has no {' and no '.join(marks)})"
         )
+
+
+def _config(root: Path, given: dict[str, Any], transformers: Any) -> Any:
+    """Return what AutoConfig makes of ``config.json``, where no remote code is needed for it."""
     try:
-        config = transformers.AutoConfig.from_pretrained(
+        return transformers.AutoConfig.from_pretrained(
             str(root), trust_remote_code=False, local_files_only=True
         )
     except ANYTHING as error:
-        if "auto_map" in given and model_type not in known:
+        if "auto_map" in given and given.get("model_type") not in transformers.CONFIG_MAPPING:
             raise NoModel(
                 "config.json needs code from the folder (auto_map), which ckptfix never runs"
             ) from error
@@ -379,6 +472,9 @@ def _class_of(root: Path, given: dict[str, Any]) -> tuple[Any, Any]:
             f"(installed: {transformers.__version__})"
         )
         raise LoaderRefuses(f"{in_words(error)}; {step}") from error
+
+
+def _model_class(given: dict[str, Any], transformers: Any) -> Any:
     names = given.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise NoModel("no --model, and config.json does not name exactly one architecture")
@@ -388,7 +484,18 @@ def _class_of(root: Path, given: dict[str, Any]) -> tuple[Any, Any]:
         raise NoModel(
             f"config.json names {names[0]!r}, which is not a model class of transformers {version}"
         )
-    return cls, config
+    return cls
+
+
+def _ensure_one_model(given: dict[str, Any], found: Sequence[Weights]) -> Sequence[Weights]:
+    if "quantization_config" in given:
+        raise NoModel("config.json asks for quantized weights, which ckptfix does not build")
+    if len(found) != 1:
+        raise NoModel(
+            f"config.json describes one model, but there are {len(found)}; pass the path of "
+            "one file"
+        )
+    return found
 
 
 def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
@@ -417,11 +524,14 @@ def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
 
 def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, dict[str, Any]]:
     try:
-        # Not from the folder: it could lead to other files, adapters and kernels. The class renames
-        # and merges weights by itself; the tensors are read by us. No dtype: the one that every
-        # user's call gets.
-        tensors = {name: weights.read(name) for name in weights.tensors}
-        model, info = load(cls, copy.deepcopy(config), tensors, attn_implementation="eager")
+        # Not from the folder: it could lead to other files, adapters and kernels. The class renames and merges
+        # weights by itself; the tensors are read by us. No dtype: the one that every user's call gets. Mismatched
+        # sizes are let through here, so that all of them can be named: they are failures in any case.
+        model, info = cls.from_pretrained(
+            None, config=config, state_dict={name: weights.read(name) for name in weights.tensors},
+            output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
+            trust_remote_code=False, attn_implementation="eager",
+        )  # fmt: skip
         model.eval()
     except CkptfixError:
         raise
@@ -435,53 +545,35 @@ def _loaded(cls: Any, config: Any, weights: Weights, log: "_Log") -> tuple[Any, 
                 f"{cls.__name__} does not fit into this host's memory: {in_words(error)}"
             ) from error
         if unmerged := _UNMERGED.search(log.text):
-            raise LoaderRefuses(
-                f"the tensors for {unmerged['place']!r} do not fit together: "
-                f"{one_line(unmerged['why'])}; copy the checkpoint again, or save it again from "
-                "the run"
-            ) from error
+            raise LoaderRefuses(_unmerged(unmerged, weights)) from error
         step = "correct config.json or the weights until both match one model"
         raise LoaderRefuses(f"{cls.__name__}: {in_words(error)}; {step}") from error
     return model, info
 
 
-def _feeding(cls: Any, config: Any, weights: Weights) -> Feeds:
-    """Return the function that asks a class, without a byte, which of its keys some keys of a file
-    fill.
-    """
-
-    def unfilled(keys: Iterable[str]) -> set[str]:
-        tensors = {key: torch.empty_like(weights.read(key), device="meta") for key in keys}
-        # Of none at all, the class would look for files.
-        tensors = tensors or {"": torch.empty(0, device="meta")}
-        settings = copy.deepcopy(config)
-        _, info = load(cls, settings, tensors, attn_implementation="eager", **on_meta())
-        return set(info["missing_keys"])
-
-    def feeds(keys: Iterable[str]) -> frozenset[str]:
-        try:
-            return frozenset(unfilled(()) - unfilled(keys))
-        except ANYTHING:  # such as a part of what can only be merged as a whole
-            return frozenset()
-
-    return feeds
-
-
-def _ensure_generation(model: Any, root: Path) -> None:
+def _ensure_generation(model: Any, root: Path, transformers: Any) -> None:
     """Read ``generation_config.json`` as from_pretrained does, which passes over one that is not
     JSON.
     """
     if not model.can_generate() or not (root / "generation_config.json").is_file():
         return
-    from transformers import GenerationConfig
-
     try:
         with suppress(OSError):
-            GenerationConfig.from_pretrained(str(root), local_files_only=True)
+            transformers.GenerationConfig.from_pretrained(str(root), local_files_only=True)
     except ANYTHING as error:
         raise LoaderRefuses(
             f"generation_config.json: {in_words(error)}; correct it, or delete it"
         ) from error
+
+
+def _unmerged(found: re.Match[str], weights: Weights) -> str:
+    absent = absent_siblings(weights.tensors)
+    lacks = f"; the file lacks {list_names(absent)}" if absent else ""
+    step = "copy the checkpoint again, or save it again from the run"
+    return (
+        f"the tensors for {found['place']!r} do not fit together: {one_line(found['why'])}{lacks}; "
+        f"{step}"
+    )
 
 
 def unfound(root: Path, label: str) -> str:
@@ -515,7 +607,7 @@ def _variant(label: str) -> str | None:
     return name.model.variant if is_found else None
 
 
-def _beyond(root: Path, given: dict[str, Any], label: str, model: Any) -> Iterator[str]:
+def _beyond(root: Path, given: dict[str, Any], label: str) -> Iterator[str]:
     """Yield in words what a user's own call of ``from_pretrained`` does, and this one does not."""
     if variant := _variant(label):
         yield f"whether from_pretrained finds {label}: the call must pass variant={variant!r}"
@@ -526,11 +618,6 @@ def _beyond(root: Path, given: dict[str, Any], label: str, model: Any) -> Iterat
         else "from_pretrained chooses 'sdpa' or a faster one"
     )
     yield f"other attention kernels: the model is built with attn_implementation='eager'; {wants}"
-    if getattr(model.config, "get_text_config", lambda: model.config)() is not model.config:
-        yield (
-            "parts of the model that tokens do not reach, such as a vision tower; next: pass --model "
-            "a factory that returns (model, inputs)"
-        )
     if (root / "adapter_config.json").is_file():
         yield (
             "adapter_config.json: with PEFT installed, from_pretrained first loads the base "
@@ -562,12 +649,7 @@ def _captured_log() -> Iterator[_Log]:
     """Keep transformers' bars and load reports off the terminal, and its warnings for the
     report.
     """
-    try:
-        from transformers.utils import logging as own
-    except ImportError:
-        raise NoModel(
-            "transformers is not installed, so no model can be built from config.json"
-        ) from None
+    from transformers.utils import logging as own
 
     logger, log = logging.getLogger("transformers"), _Log()
     level, bars = own.get_verbosity(), own.is_progress_bar_enabled()

@@ -6,13 +6,17 @@ traced: reading tensors back synchronises, and a race does not happen while one 
 fault is found without looking, by letting it alone copy directly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import find_tied_parameters
 from msgspec import Struct, field
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ckptfix.devices.interception import can_override
 from ckptfix.devices.reload.device_maps import CPU, DISK, answers, has_room
@@ -27,7 +31,7 @@ from ckptfix.devices.reload.outputs import (
     in_words,
 )
 from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
-from ckptfix.devices.reload.user_model import Built
+from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import device
 from ckptfix.devices.transfers import safe_transfers
@@ -43,11 +47,91 @@ def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: i
     with safe_transfers("always"):
         for _ in range(repeats):
             try:
-                with bypassed(pair):
+                with _OneDirect(pair):
                     wrong += not equal_bits(run(), reference)
             except ANYTHING:  # of what the model makes of wrong bytes, no staged run raises it
                 wrong += 1
     return wrong
+
+
+class _OneDirect(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """Copies of one pair pass the staging; nothing is read back."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.pair in _pairs_of(func, args, kwargs):
+            with bypassed():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _pairs_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Pair]:
+    """Yield a pair for each tensor that an operation moves between accelerators: ``.to``, ``copy_``
+    and ``_foreach_copy_``.
+    """
+    name = func.overloadpacket if hasattr(func, "overloadpacket") else func
+    moved: list[tuple[torch.Tensor, torch.device | None]] = []
+    if name is torch.ops.aten._to_copy:
+        moved = [(args[0], kwargs.get("device"))]
+    elif name is torch.ops.aten.copy_:
+        moved = [(args[1], args[0].device)]
+    elif name is torch.ops.aten._foreach_copy_:
+        moved = [(source, into.device) for into, source in zip(args[0], args[1], strict=True)]
+    for source, target in moved:
+        start = source.device
+        if target is None or start.type != target.type or start.type in (CPU, "meta"):
+            continue
+        end = target.index
+        if end is None:
+            end = torch.get_device_module(target).current_device()
+        if start.index != end:
+            yield int(start.index or 0), int(end)
+
+
+@contextmanager
+def _following_calls(model: Any, enter: Callable[[str], None]) -> Iterator[None]:
+    """Call ``enter`` with the name of each module before its forward."""
+    handles = [
+        module.register_forward_pre_hook(lambda module, args, name=name: enter(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[str, ...] | None:
+    """Return the outermost modules, or the parameters, that a forward pass does not use; None when
+    that is not known.
+
+    A text model's vision tower gets no input, and proves nothing. Runs the model once more: what
+    watches it must not take part in a run that is compared.
+    """
+    watch = _Watch()
+    try:
+        with _following_calls(model, watch.called.add), watch:
+            run(model, inputs, where)
+    except ANYTHING:  # a model that does not run while it is watched, as a compiled one may
+        return None
+    reached = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in watch.used or name.rpartition(".")[0] in watch.called
+    }
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    touched = {part for name in reached for part in _around(name)}
+    parts = {
+        next(part for part in (*_around(name), name) if part not in touched)
+        for name in every
+        if name not in reached
+    }
+    return tuple(sorted(parts))
 
 
 def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
@@ -85,6 +169,31 @@ def first_nan(model: Any, run: Callable[[], Outputs]) -> str:
         for handle in handles:
             handle.remove()
     return named[0] if named else ""
+
+
+class _Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """Notes every parameter that a function of torch is given, and every module that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self.called: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A look at its dtype or device is no use of it.
+        if getattr(func, "__name__", "") != "__get__":
+            self.used.update(
+                id(value)
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, torch.nn.Parameter)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _around(name: str) -> list[str]:
+    """Return the modules around a parameter, the outermost first."""
+    steps = name.split(".")
+    return [".".join(steps[:depth]) for depth in range(1, len(steps))]
 
 
 _NOISE = 10.0
@@ -134,11 +243,13 @@ class Deviations(Struct, kw_only=True):
 class Baseline(Struct, frozen=True, kw_only=True):
     """The model on one device. ``problem``: why it has no output, "" where it has one.
 
+    ``unreached``: the parts of the model that no input reached, None where that is not known.
     ``nan_at``: the first module whose output holds NaN, in words.
     """
 
     output: Outputs = field(default_factory=dict)
     problem: str = ""
+    unreached: tuple[str, ...] | None = ()
     nan_at: str = ""
 
 
@@ -160,7 +271,8 @@ def baseline(built: Built, where: torch.device, *, seeks_nan: bool) -> Baseline:
                 output = once()
                 if not nan_at and holds_nan(output):
                     nan_at = first_nan(built.model, once)
-                return Baseline(output=output, nan_at=nan_at)
+                unreached = unreached_parts(built.model, built.inputs, where) if whole else None
+                return Baseline(output=output, unreached=unreached, nan_at=nan_at)
         except ANYTHING as error:  # the model's own forward
             problem = problem or in_words(error)
     return Baseline(problem=problem, nan_at=nan_at)
@@ -271,16 +383,14 @@ def _compare_direct(
     runs: Runs, trial: Trial, once: Callable[[], Outputs], first: Outputs,
     noise: Deviation | None, repeats: int,
 ) -> None:  # fmt: skip
-    """Judge the transfers: the split with direct copies against its first staged run. ``noise``:
-    how far staged runs lie from each other, None where they are equal.
-    """
     direct = Deviations(first=first)
     for number in range(repeats):
         try:
             with bypassed():
-                direct.count(once())
-        # Wrong bytes make a model raise anything: an index that no table has, a check.
-        except ANYTHING as error:
+                output = once()
+        except (
+            ANYTHING
+        ) as error:  # wrong bytes make a model raise anything: an index that no table has, a check
             direct.wrong += 1
             direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
             if not all(answers(device(index)) for index in trial.accelerators):
@@ -290,47 +400,57 @@ def _compare_direct(
                 )
                 runs.proofs.add(Subject.SPLIT, Outcome.FAILED, text)
                 return
+            continue
+        direct.count(output)
+    is_fault = direct.wrong > 0 if noise is None else direct.is_beyond(noise)
+    if not direct.raised and not is_fault:
+        _add_no_fault(runs, direct, noise, repeats)
+        return
     many = count_of(repeats, "run")
-    noisy = (
-        f"staged runs differ from each other ({noise}), direct runs from staged ones "
-        f"({direct.worst})"
-    )
     if direct.raised:
         text = (
             f"transfer fault: {direct.raised}; staged runs did not; {direct.wrong} of {many} wrong"
         )
-    elif noise is not None and direct.is_beyond(noise):
-        text = f"transfer fault beyond the noise: {noisy}"
     elif noise is not None:
-        text = f"direct vs. staged copies: non-determinism, {noisy}"
-        runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
-        return
-    elif direct.wrong:
+        text = f"transfer fault beyond the noise: {_noisy(direct, noise)}"
+    else:
         text = (
             f"transfer fault: {direct.wrong} of {many} with direct copies differ from the "
             f"staged runs ({direct.worst})"
         )
-    else:
-        copies = sum(runs.moves.values())
-        text = (
-            f"direct split == staged split: {many} with "
-            f"{'1 copy' if copies == 1 else f'{copies} copies'} between accelerators each, equal "
-            "in every bit"
-        )
-        runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
-        return
     if noise is None:
         runs.alone_runs = repeats
         runs.alone_wrong = {pair: alone(once, first, pair, repeats) for pair in runs.moves}
-        suspects = [
-            f"{source} -> {to}" for (source, to), wrong in runs.alone_wrong.items() if wrong
-        ]
-        text += (
-            f"; wrong when only this pair copies directly: {', '.join(suspects)}"
-            if suspects
-            else "; no single pair reproduces it"
-        )
+        text += f"; {_in_words([pair for pair, wrong in runs.alone_wrong.items() if wrong])}"
     runs.proofs.add(Subject.SPLIT, Outcome.FAILED, f"{text}; next: ckptfix doctor --peer-copies")
+
+
+def _in_words(suspects: Sequence[Pair]) -> str:
+    if not suspects:
+        return "no single pair reproduces it"
+    named = ", ".join(f"{source} -> {destination}" for source, destination in suspects)
+    return f"wrong when only this pair copies directly: {named}"
+
+
+def _noisy(direct: Deviations, noise: Deviation) -> str:
+    return (
+        f"staged runs differ from each other ({noise}), direct runs from staged ones "
+        f"({direct.worst})"
+    )
+
+
+def _add_no_fault(runs: Runs, direct: Deviations, noise: Deviation | None, repeats: int) -> None:
+    if noise is not None:
+        text = f"direct vs. staged copies: non-determinism, {_noisy(direct, noise)}"
+        runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        return
+    count = sum(runs.moves.values())
+    copies = "1 copy" if count == 1 else f"{count} copies"
+    text = (
+        f"direct split == staged split: {count_of(repeats, 'run')} with {copies} between "
+        "accelerators each, equal in every bit"
+    )
+    runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
 def _compare_kernels(

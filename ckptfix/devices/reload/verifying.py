@@ -193,23 +193,10 @@ def verify_reload(
                 text = "direct vs. staged copies: no model was run"
                 found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
-            what = built.what
-            files = FileProofs()
-            with built.weights as own:
-                prove_files(own, None, files, read, accelerators=machine.count)
-                found.proofs += files.proofs()
-                plan = plan_for_model(built, request, machine)
-                # Of tied tensors, the first name alone.
-                first = {
-                    id(value): (name, value.nbytes)
-                    for name, value in reversed(tensors_of(built.model).items())
-                }
-                sizes = dict(first.values())
-                found.take(plan, own, sizes)
-                hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
-                has_nan = files.values.has_nan
-                proof = verify_model(built, plan, machine, repeats, hangs=hangs, has_nan=has_nan)
-            found.proofs += proof.proofs
+            proof, what = (
+                _with_model(built, request, machine, probe, found, repeats, read),
+                built.what,
+            )
         facts = pair_facts(machine, probe, proof.runs)
         found.proofs += [*judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
@@ -307,6 +294,30 @@ def _without_model(
             text = "file -> device -> host: the map is not usable"
             found.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     found.proofs += files.proofs()
+
+
+def _with_model(
+    built: Built, request: MapRequest, machine: Accelerators, probe: ProbeReport | None,
+    found: _Collected, repeats: int, progress: Progress,
+) -> ModelProof:  # fmt: skip
+    files = FileProofs()
+    with built.weights as weights:
+        prove_files(weights, None, files, progress, accelerators=machine.count)
+        found.proofs += files.proofs()
+        plan = plan_for_model(built, request, machine)
+        found.take(plan, weights, _sizes(built))
+        hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
+        has_nan = files.values.has_nan
+        proof = verify_model(built, plan, machine, repeats, hangs=hangs, has_nan=has_nan)
+    found.proofs += proof.proofs
+    return proof
+
+
+def _sizes(built: Built) -> dict[str, int]:
+    """Return name -> bytes of a model's tensors, tied ones at their first name."""
+    state = tensors_of(built.model)
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: state[name].nbytes for name in state if first[id(state[name])] == name}
 
 
 def _place_in_table(proof: Proof) -> tuple[bool, int]:
