@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,54 @@ def test_another_version_is_no_file(home: Path) -> None:
     assert cache.load(IDENTITY) is None
 
 
+def open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def readable_by_all(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def in_an_open_folder(path: Path) -> None:
+    path.parent.chmod(0o777)
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [open_to_all, readable_by_all, in_an_open_folder, a_link, a_fifo, a_folder],
+    ids=lambda f: f.__name__,
+)
+def test_what_others_could_have_written_is_not_believed(
+    home: Path, tamper: Callable[[Path], None]
+) -> None:
+    cache.store(report())
+    tamper(kept(home))
+    assert cache.load(IDENTITY) is None
+
+
+def test_the_file_of_another_user_is_not_believed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.store(report())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cache.load(IDENTITY) is None
+
+
 def test_a_write_that_fails_leaves_the_old_file_whole_and_says_so(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,12 +303,30 @@ def test_what_is_known_of_other_pairs_stays(home: Path) -> None:
     }
 
 
+def test_a_report_that_proves_nothing_is_not_kept(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY, blind=True)))
+    assert not home.exists()
+
+
 def test_what_a_killed_process_left_is_replaced(home: Path) -> None:
     cache.store(report())
     kept(home).with_suffix(".new").write_bytes(b"half")
     cache.store(report(seed=4))
     assert cache.load(IDENTITY) == report(seed=4)
     assert len(list(home.iterdir())) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_said(home: Path) -> None:
+    home.mkdir(parents=True)
+    home.chmod(0o770)
+    words = f"verdicts are ignored, because other users can write.*chmod go-w {home}"
+    with pytest.warns(UserWarning, match=words) as said:
+        cache.store(report())
+    assert cache.load(IDENTITY) is None
+    assert len(said) == 1
+    home.chmod(0o700)
+    cache.store(report())
+    assert cache.load(IDENTITY) == report()
 
 
 STORING = """

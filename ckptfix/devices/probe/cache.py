@@ -1,7 +1,8 @@
 """Remembered verdicts for each set of devices, in the user's cache folder. Free of torch.
 
-They are believed only when hardware, driver, boot, torch and allocator are those of now. Anything
-else is as good as no file: the worst is a probe more.
+They are believed only when the file is the user's own and nobody else could have written it, and
+when hardware, driver, boot, torch and allocator are those of now. Anything else is as good as no
+file: the worst is a probe more.
 
 One file for each set of devices, replaced as a whole by whoever holds its lock.
 """
@@ -9,6 +10,7 @@ One file for each set of devices, replaced as a whole by whoever holds its lock.
 import fcntl
 import json
 import os
+import stat
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,9 +21,13 @@ from typing import Any
 
 from ckptfix.devices.probe.probe_report import ProbeReport
 from ckptfix.storage.atomic import create_file, read_file
+from ckptfix.storage.paths import shell_path
 
 _VERSION = 5
 """Of the file's content and of what the plan exercises: raise it when the plan becomes stricter."""
+
+_LARGEST = 4 << 20
+"""Bytes. Ours have a few thousand, and some 100,000 for 16 devices."""
 
 _PATIENCE = 300.0
 """Seconds to wait for another process: longer than it starts a worker and measures."""
@@ -54,7 +60,7 @@ def load(identity: Mapping[str, Any]) -> ProbeReport | None:
     """Return the report that holds for exactly this identity, or None."""
     path = location(identity) if identity else None
     try:
-        if path is None:
+        if path is None or not _is_ours(path):
             return None
         document = json.loads(read_file(path))
         if document["version"] != _VERSION:
@@ -71,13 +77,16 @@ def store(report: ProbeReport) -> None:
     caller holds the lock.
 
     Not one without an identity, and of the pairs what ``PairReport.over`` makes of what is known of
-    them. A folder that cannot be written to gives a UserWarning; nothing else depends on it.
+    them. A folder that cannot be written to, or that others can write to, gives a UserWarning;
+    nothing else depends on it.
     """
     path = location(report.identity) if report.identity else None
     if path is None:
         return
     known = load(report.identity) or ProbeReport(pairs={}, seed=report.seed)
     merged = known.renewed_by(report)
+    if not merged.pairs:
+        return
     document = json.dumps({"version": _VERSION, "report": merged.to_json()})
     try:
         os.makedirs(path.parent, mode=0o700, exist_ok=True)
@@ -85,9 +94,17 @@ def store(report: ProbeReport) -> None:
         written.unlink(missing_ok=True)  # of a process that was killed
         create_file(written, document.encode(), mode=0o600)
         os.replace(written, path)
+        believed = _is_ours(path)
     except OSError as error:
         warnings.warn(
             f"{path.parent}: cannot save the probe's verdicts: {error.strerror}", stacklevel=3
+        )
+        return
+    if not believed:
+        warnings.warn(
+            f"{path.parent}: the probe's saved verdicts are ignored, because other users can write "
+            f"to this folder. To fix this: chmod go-w {shell_path(path.parent)}",
+            stacklevel=3,
         )
 
 
@@ -121,3 +138,18 @@ def _wait_for(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.1)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether nobody but this user can have written the file, nor put it there. Raises
+    OSError.
+    """
+    file, folder = os.lstat(path), os.stat(path.parent)
+    theirs = stat.S_IWGRP | stat.S_IWOTH
+    return (
+        stat.S_ISREG(file.st_mode)
+        and file.st_size <= _LARGEST
+        and not file.st_mode & (theirs | stat.S_IRGRP | stat.S_IROTH)
+        and not folder.st_mode & theirs
+        and {file.st_uid, folder.st_uid} == {os.geteuid()}
+    )
