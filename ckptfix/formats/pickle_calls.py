@@ -259,6 +259,8 @@ def _problem(node: Node, pickle: Pickle, depth: int = 0) -> str:
         if not kind_of(args):
             return ""
         args = members(args)
+    if name.endswith("Tensor"):
+        return _problem_of_class(args, is_sparse="sparse" in function[0])
     rule = _RULES.get(function)
     if rule is None or (node.kind is Kind.NEW and function in _FILLED_LATER):
         return ""
@@ -290,10 +292,32 @@ def _problem_of_states(function: tuple[str, str], states: list[Any]) -> str:
             *map(kind_of, of_slots)
         } <= MAPPINGS | {"None"}
         return "" if is_right else "and gives it a state that is not a dict"
-    # Tensors had a state before torch 0.4, in tar archives.
-    if function in OF_RESULTS or function[1].endswith(("Tensor", "Parameter")):
+    if function in OF_RESULTS:
         return "" if kinds <= {"None"} else "and gives it a state, but it takes none"
+    if function[1] == "Parameter" or function[1].endswith("Tensor"):
+        # As torch wrote tensors before 0.4: made empty, and filled by their state.
+        is_right = kinds <= {"tuple", "list"} and all(
+            3 <= len(members(state)) <= 5 for state in states
+        )
+        return "" if is_right else "and gives it a state that a tensor cannot have"
     return ""
+
+
+def _problem_of_class(args: tuple[Any, ...], *, is_sparse: bool) -> str:
+    """Compare the arguments of a class of tensors, as torch wrote some before 0.4, with sizes and
+    data.
+    """
+    kinds = [kind_of(value) for value in args]
+    data = (
+        {"torch.Size"}
+        if is_sparse
+        else {"tuple", "list", "torch.Size", "tensor", "storage", "bytearray"}
+    )
+    is_sized = all(
+        kind == "int" and 0 <= value < INT64 for kind, value in zip(kinds, args, strict=True)
+    )
+    is_right = is_sized or "" in kinds or (len(args) == 1 and kinds[0] in data)
+    return "" if is_right else "with something other than sizes or data"
 
 
 def _can_have_gradients(tensor: Any) -> bool:

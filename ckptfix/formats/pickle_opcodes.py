@@ -256,12 +256,13 @@ def _push_text(machine: Machine, site: int, value: str) -> None:
     machine.stack.append(text)
 
 
-def _unicode_line(machine: Machine) -> None:
+def unicode_line(machine: Machine) -> None:
+    """Push the str on the line, with its escapes undone."""
     site = machine.position
     _push_text(machine, site, machine.line().decode("raw-unicode-escape"))
 
 
-def _string_line(machine: Machine) -> None:
+def string_line(machine: Machine) -> None:
     """Push the quoted str of Python 2 on the line: bytes, which torch.load reads as UTF-8."""
     site = machine.position
     line = machine.line().strip()
@@ -273,8 +274,14 @@ def _string_line(machine: Machine) -> None:
     _push_text(machine, site, raw.decode("utf-8", "surrogateescape"))
 
 
-def _pushing(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(read(machine))
+def byte_string(width: int) -> Callable[[Machine], None]:
+    """Push bytes whose length is in ``width`` bytes."""
+    return lambda machine: machine.stack.append(_sized(machine, width))
+
+
+def byte_array(machine: Machine) -> None:
+    """Push a bytearray."""
+    machine.stack.append(Node(Kind.BYTEARRAY, _sized(machine, 8)))
 
 
 def _sized(machine: Machine, width: int) -> bytes:
@@ -294,21 +301,40 @@ def _length(machine: Machine, width: int) -> int:
     return length
 
 
-def _long(machine: Machine, width: int) -> int:
-    """Return an int whose length is in ``width`` bytes (0: the signed four)."""
-    raw = _sized(machine, width)
-    if len(raw) > MAX_INTEGER:
-        raise BeyondLimits(
-            f"the pickle has an integer of {len(raw)} bytes, over the limit of {MAX_INTEGER}"
-        )
-    return int.from_bytes(raw, "little", signed=True)
+def binary_float(machine: Machine) -> None:
+    """Push a float of eight bytes."""
+    machine.stack.append(unpack_from(">d", machine.operand(8, 0))[0])
 
 
-def _int_line(machine: Machine) -> int:
-    """Return the int, or the bool, on the line."""
+def float_line(machine: Machine) -> None:
+    """Push the float on the line."""
+    machine.stack.append(float(machine.line()))
+
+
+def binary_long(width: int) -> Callable[[Machine], None]:
+    """Push an int whose length is in ``width`` bytes (0: the signed four)."""
+
+    def push(machine: Machine) -> None:
+        raw = _sized(machine, width)
+        if len(raw) > MAX_INTEGER:
+            raise BeyondLimits(
+                f"the pickle has an integer of {len(raw)} bytes, over the limit of {MAX_INTEGER}"
+            )
+        machine.stack.append(int.from_bytes(raw, "little", signed=True))
+
+    return push
+
+
+def int_line(machine: Machine) -> None:
+    """Push the int, or the bool, on the line."""
     line = machine.line()
     booleans = {b"00": False, b"01": True}
-    return booleans[line] if line in booleans else integer(line)
+    machine.stack.append(booleans[line] if line in booleans else integer(line))
+
+
+def long_line(machine: Machine) -> None:
+    """Push the int on the line, which ends in L."""
+    machine.stack.append(integer(machine.line().removesuffix(b"L")))
 
 
 def integer(line: bytes) -> int:
@@ -619,20 +645,13 @@ _ALL: dict[bytes, Callable[[Machine], None]] = {
     b"\x84": _extension(4), b"P": _persid, b"r": _long_binput, b"p": _put, b"\x94": _memoize, b"g": _get,
     b"0": _pop, b"1": _pop_mark, b"2": _dup, b"\x80": _proto, b"\x95": _frame,
     b"X": text(4, "surrogatepass"),
-    b"\x8c": text(1, "surrogatepass"), b"\x8d": text(8, "surrogatepass"), b"V": _unicode_line,
+    b"\x8c": text(1, "surrogatepass"), b"\x8d": text(8, "surrogatepass"), b"V": unicode_line,
     # A str of Python 2: bytes, which torch.load reads as UTF-8.
-    b"U": text(1, "surrogateescape"), b"T": text(0, "surrogateescape"), b"S": _string_line,
-    b"C": _pushing(lambda machine: _sized(machine, 1)),
-    b"B": _pushing(lambda machine: _sized(machine, 4)),
-    b"\x8e": _pushing(lambda machine: _sized(machine, 8)),
-    b"\x96": _pushing(lambda machine: Node(Kind.BYTEARRAY, _sized(machine, 8))),
-    b"G": _pushing(lambda machine: unpack_from(">d", machine.operand(8, 0))[0]),
-    b"F": _pushing(lambda machine: float(machine.line())),
-    b"\x8a": _pushing(lambda machine: _long(machine, 1)),
-    b"\x8b": _pushing(lambda machine: _long(machine, 0)),
-    b"I": _pushing(_int_line),
-    b"L": _pushing(lambda machine: integer(machine.line().removesuffix(b"L"))),
-    b"\x97": _buffer, b"\x98": _readonly_buffer,
+    b"U": text(1, "surrogateescape"), b"T": text(0, "surrogateescape"), b"S": string_line,
+    b"C": byte_string(1), b"B": byte_string(4), b"\x8e": byte_string(8), b"\x96": byte_array,
+    b"G": binary_float, b"F": float_line,
+    b"\x8a": binary_long(1), b"\x8b": binary_long(0), b"I": int_line, b"L": long_line, b"\x97": _buffer,
+    b"\x98": _readonly_buffer,
 }  # fmt: skip
 
 

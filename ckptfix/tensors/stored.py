@@ -306,9 +306,11 @@ def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: Open
     if isinstance(tile.layout, Strided):
         read_box(tile.layout, tuple(part.start for part in inside), box[place], files)
         return
-    # The box is cut along one dimension and has all of those behind it: its part of a tile is one
-    # run.
-    skip = 0
+    skip = (
+        # The box is cut along one dimension and has all of those behind it: its part of a tile is
+        # one run.
+        0
+    )
     for part, length in zip(inside, tile.lengths, strict=True):
         skip = skip * length + part.start
     data = memoryview(bytearray(prod(lengths) * width))
