@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import PurePosixPath
+from sys import float_info
 from typing import Any
 
 from msgspec import Struct
@@ -35,6 +36,9 @@ in the tensor.
 
 _U64 = (1 << 64) - 1
 _BITS = {dtype: bits for dtype, bits in DTYPE_BITS.items() if dtype != "C128"}
+_KEYS = ("dtype", "shape", "data_offsets")
+_DEEPEST = 127
+"""Levels of brackets that the reference parser reads (serde_json's recursion limit)."""
 
 
 class SafetensorsFile(Struct, frozen=True):
@@ -300,6 +304,8 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
             raise FormatError(f"the shape of {fqn!r} is not a list")
         shape = tuple(sizes)
         _check_entry(fqn, dtype, shape, begin, end)
+        if len(entry) > len(_KEYS):
+            _check_more(fqn, entry)
         found.append(TensorInfo(fqn, dtype, shape, (start + begin, start + end)))
     found.sort(key=_offsets)
     position = start
@@ -351,6 +357,27 @@ def _check_entry(
             f"{fqn!r} has {count * bits / 8:g} bytes by its dtype and shape, but {end - begin} by "
             "its data_offsets"
         )
+
+
+def _check_more(fqn: str, entry: Mapping[str, Any]) -> None:
+    """Check the fields that the format does not know. The reference parser ignores them, but parses
+    them first.
+    """
+    values: list[Any] = [entry[key] for key in entry if key not in _KEYS]
+    # The header and the entry.
+    depth = 2
+    while values:
+        if any(type(value) is int and abs(value) > float_info.max for value in values):
+            raise FormatError(f"the entry of {fqn!r} has an integer that is larger than any float")
+        nested = [value for value in values if isinstance(value, dict | list)]
+        depth += 1
+        if nested and depth > _DEEPEST:
+            raise FormatError(f"the entry of {fqn!r} is nested too deeply")
+        values = [
+            item
+            for value in nested
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
 
 
 MAX_INDEX = 128 << 20

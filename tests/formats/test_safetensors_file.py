@@ -144,6 +144,14 @@ _LIKE_THE_REFERENCE = {
     "-0 in a field": (texts(f'"x":[-0],{_PLAIN}'), ""),
     "complex numbers of 128 bits": (made({"a": entry(0, 16, "C128", [1])}, bytes(16)), "'C128'"),
     "125 levels in a field": (texts(f'"x":{"[" * 125}{"]" * 125},{_PLAIN}'), ""),
+    "126 levels in a field": (texts(f'"x":{"[" * 126}{"]" * 126},{_PLAIN}'), "nested too deeply"),
+    "126 levels of objects": (
+        texts('"x":' + '{"k":' * 126 + "1" + "}" * 126 + f",{_PLAIN}"),
+        "nested too deeply",
+    ),
+    "125 levels of objects": (texts('"x":' + '{"k":' * 125 + "1" + "}" * 125 + f",{_PLAIN}"), ""),
+    "an integer of 308 digits": (texts(f'"x":{"9" * 308},{_PLAIN}'), ""),
+    "an integer of 310 digits": (texts(f'"x":[-{"9" * 310}],{_PLAIN}'), "larger than any float"),
 }
 """Header -> the words of the refusal, "" where the reference parser reads it."""
 
