@@ -303,11 +303,6 @@ def test_what_is_known_of_other_pairs_stays(home: Path) -> None:
     }
 
 
-def test_a_report_that_proves_nothing_is_not_kept(home: Path) -> None:
-    cache.store(probed(pair(Verdict.HEALTHY, blind=True)))
-    assert not home.exists()
-
-
 def test_what_a_killed_process_left_is_replaced(home: Path) -> None:
     cache.store(report())
     kept(home).with_suffix(".new").write_bytes(b"half")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import Struct
 
 from ckptfix.training.resuming.generators import (
     GeneratorStates,
@@ -23,6 +24,12 @@ from ckptfix.training.resuming.generators import (
     set_state,
     state_of,
 )
+
+
+class Record(Struct):
+    """A value of the script's: it would come back as a dictionary."""
+
+    number: int
 
 
 def written_and_read(value: Any) -> Any:
@@ -136,8 +143,9 @@ def test_numbers_of_numpy_and_ordered_dicts_come_back_as_plain_ones() -> None:
     again = from_plain(written_and_read(plain(value)))
     assert again == {"step": 0.5, "losses": [1, 2]}
     assert first_difference(value, again) is None
-    with pytest.raises(TypeError, match="Holder cannot be written"):
-        plain({"x": Holder()})
+    for unknown in (Holder(), Record(1)):
+        with pytest.raises(TypeError, match=f"{type(unknown).__name__} cannot be written"):
+            plain({"x": unknown})
 
 
 @pytest.mark.parametrize(

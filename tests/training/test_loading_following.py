@@ -170,6 +170,17 @@ def test_models_in_another_order_take_optimizers_and_schedulers_along(tmp_path: 
     assert not any(component.by_position for component in report)
 
 
+def test_classes_of_one_name_are_told_apart_by_their_modules(tmp_path: Path) -> None:
+    student, teacher = (
+        type("Net", (Left,), {"__module__": name}) for name in ("student", "teacher")
+    )
+    wanted = saved(tmp_path / "c", guarded=True, kinds=(student, teacher))
+    run = fresh(teacher, student)
+    load_state_tolerant(run.accelerator, tmp_path / "c")
+    assert seen(run, 0, 0, 0) == wanted[teacher]
+    assert seen(run, 1, 1, 1) == wanted[student]
+
+
 @pytest.mark.parametrize("guarded", [True, False])
 def test_the_same_order_is_no_adaptation(tmp_path: Path, guarded: bool) -> None:
     wanted = saved(tmp_path / "c", guarded=guarded)

@@ -531,3 +531,8 @@ def test_what_a_recorder_could_not_see_is_said() -> None:
         "every byte of large tensors: only evenly spaced blocks and the sum of all bits were compared",
         "tensors of type Odd: their bytes cannot be read",
     )
+
+
+def test_names_of_files_that_are_not_utf_8_are_kept() -> None:
+    settings = Settings("records-\udc80", 1)
+    assert Settings.from_variable(settings.as_variable()) == settings

@@ -85,8 +85,6 @@ def store(report: ProbeReport) -> None:
         return
     known = load(report.identity) or ProbeReport(pairs={}, seed=report.seed)
     merged = known.renewed_by(report)
-    if not merged.pairs:
-        return
     document = json.dumps({"version": _VERSION, "report": merged.to_json()})
     try:
         os.makedirs(path.parent, mode=0o700, exist_ok=True)

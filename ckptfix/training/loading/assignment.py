@@ -191,22 +191,30 @@ def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[in
 
 
 def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Relation]:
-    """Return relations of what the manifest says of classes, and of no word on it."""
+    """Return relations of what the manifest says of classes: full names, last names, and no word on
+    it.
+    """
     everything = [[True] * len(targets) for _ in entries]
     if not any(entry.recorded is not None and entry.recorded.type for entry in entries):
         return [everything]
-    alike = [[same_class(entry, target) for target in targets] for entry in entries]
-    return [alike, everything]
+    # student.Net and teacher.Net of one shape, prepared in another order.
+    full = [[same_class(entry, target, full=True) for target in targets] for entry in entries]
+    last = [[same_class(entry, target) for target in targets] for entry in entries]
+    return [full, last, everything]
 
 
-def same_class(entry: Entry, target: Target) -> bool:
+def same_class(entry: Entry, target: Target, *, full: bool = False) -> bool:
     """Return whether the manifest allows that an entry was saved from an object of this class; True
     where it is silent.
 
-    The module does not count: a script that became a module loses it (``__main__.Net``).
+    ``full``: the module must agree as well, which a script that became a module loses
+    (``__main__.Net``).
     """
     recorded = entry.recorded.type if entry.recorded is not None else ""
-    return not recorded or recorded.rpartition(".")[2] in target.types
+    if not recorded or recorded in target.types:
+        return True
+    last = {name.rpartition(".")[2] for name in target.types}
+    return not full and recorded.rpartition(".")[2] in last
 
 
 def undecided(

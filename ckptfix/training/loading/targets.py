@@ -38,9 +38,9 @@ class Target(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def types(self) -> frozenset[str]:
-        """Names of the object's classes at every wrapper level, as a manifest may end with them."""
+        """Full class names of the object at every wrapper level, as a manifest may name it."""
         kinds = {type(level) for level in levels(self.thing)} | {type(self.inner)}
-        return frozenset(kind.__qualname__.rpartition(".")[2] for kind in kinds)
+        return frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 class ModelTarget(Brief, Target, frozen=True, kw_only=True, eq=False):

@@ -5,10 +5,11 @@ happened: the passes through a dataloader, the entries (states when the first lo
 arrives), optimizer steps, saves, loads.
 """
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,13 @@ class Settings:
 
     def as_variable(self) -> str:
         """Return the settings as the value of the environment variable."""
-        return msgspec.json.encode(self).decode()
+        # Not msgspec's own JSON, which refuses names of files that are not UTF-8.
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_variable(cls, text: str) -> "Settings":
         """Return the settings that the environment variable holds."""
-        return msgspec.json.decode(text, type=cls)
+        return msgspec.convert(json.loads(text), cls)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def read_run(folder: Path) -> list[RankRun]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")[:-1]  # a line without its end was cut by the kill
-    return [msgspec.json.decode(one) for one in lines]
+    return [json.loads(one) for one in lines]
 
 
 def rank_run(rows: Iterable[Mapping[str, Any]]) -> RankRun:

@@ -234,7 +234,8 @@ def plain(value: Any) -> Any:
         return plain(value.item())
     if isinstance(value, GeneratorStates):
         return value.as_plain()
-    if isinstance(value, Struct):
+    # A Struct of the script's would come back as a dictionary.
+    if isinstance(value, Struct) and type(value).__module__.startswith("ckptfix."):
         return {name: plain(inside) for name, inside in asdict(value).items()}
     if isinstance(value, Mapping) and _ARRAY not in value:
         return {plain(key): plain(inside) for key, inside in value.items()}
