@@ -138,10 +138,15 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
         """The listed keys that no file holds and that a model may need, in order.
 
         No loader looks for a listed key in its shard: it loads all keys of all listed shards, and
-        leaves the rest random. No load needs a tied key, and a buffer that its model computes. The
-        size in the index proves nothing: a copy of a shard may have the size of the lost one.
+        leaves the rest random. No load needs a tied key, and a buffer that its model computes. Of
+        a class that nobody knows, such keys are those beyond the size in the index.
         """
-        held = {tensor.fqn for member in self.members for tensor in member.tensors}
+        fqns = [tensor.fqn for member in self.members for tensor in member.tensors]
+        held = set(fqns)
+        # A copy of a shard may have the size of the one that it was written over.
+        is_once = len(held) == len(fqns)
+        if is_once and held <= self.listed.keys() and self.stored_size == self.total_size:
+            return ()
         absent = sorted(self.listed.keys() - held - self.tied)
         return tuple(key for key in absent if not is_computed(key))
 

@@ -355,6 +355,12 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
         for index, path in compared.items()
         if index in files and index not in apart and path not in told and own.began_apart(index)
     ]
+    if own.moves is not None and case.step is not None and own.moves != case.step:
+        # A count that the Trainer wrote proves more than rates, which a script can set.
+        mixed = [*_mixed_steps(own.moves, case.step, neighbours, schedulers[0])]
+        yield from mixed
+        if mixed:
+            return
     if apart or strange:
         near: list[_Neighbour] = []
         for neighbour in neighbours.spread():
@@ -370,8 +376,6 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
             )
         for index in strange:
             yield from _other_beginning(own, near, index, files[index], schedulers[index])
-    elif own.moves is not None and case.step is not None and own.moves != case.step:
-        yield from _mixed_steps(own.moves, case.step, neighbours, schedulers[0])
 
 
 def _mixed_rates(

@@ -352,6 +352,16 @@ def put(run: Path, source: str, target: str, *names: str) -> Path:
 BOTH = ("optimizer.pt", "scheduler.pt")
 
 
+def test_an_old_scheduler_in_the_newest_checkpoint_of_the_trainer_is_told_by_its_count(
+    run: Path,
+) -> None:
+    """Its rates differ, too, which a script may have set: that alone is a note."""
+    newest = put(run, "checkpoint-2", "checkpoint-6", "scheduler.pt")
+    assert told(newest) == [
+        "scheduler.pt: 2 steps (expected 6, as in trainer_state.json); it comes from checkpoint-2"
+    ]
+
+
 def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path: Path) -> None:
     assert [told(root) for root in sorted(run.iterdir())] == [[], [], []]
     (words,) = told(put(run, "checkpoint-2", "checkpoint-4", "optimizer.pt"))

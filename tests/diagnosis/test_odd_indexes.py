@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import check, seal
+from ckptfix import Severity, check, seal
 from ckptfix.checkpoint.entries import model_entries
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.repairs.repair import repair
@@ -222,12 +222,8 @@ def a_shard_is_overwritten_by_another_of_the_same_size(folder: Folder) -> None:
 
 
 @change
-def a_key_that_no_shard_holds_any_more_and_that_the_index_does_not_count(folder: Folder) -> None:
-    size = json.loads(folder.index.read_text())["metadata"]["total_size"]
-    tensors = read(folder.shard(2))
-    size -= tensors.pop(next(iter(tensors))).nbytes
-    write(folder.shard(2), tensors)
-    folder.write_map(folder.map, metadata={"total_size": size})
+def another_key_that_no_shard_holds_and_no_byte_is_lost(folder: Folder) -> None:
+    folder.write_map({**folder.map, "head.weight": folder.shard(1).name})
 
 
 @change
@@ -612,16 +608,19 @@ def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(
 
 
 @pytest.mark.parametrize(("kind", "suffix"), KINDS)
-def test_a_listed_key_that_no_shard_holds_is_lost_even_if_the_index_counts_all_bytes(
+def test_a_listed_key_beyond_the_bytes_of_the_index_is_a_note(
     saved: Any, tmp_path: Path, kind: type[Library], suffix: str
 ) -> None:
-    """No library writes such an index, and a model that a script builds may have the key."""
+    """Conversions keep keys of ties in either direction, and of masks that classes compute now: 152
+    classes of transformers load all values of such files.
+    """
     library, source = saved[kind, suffix]
     folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
     folder.write_map({**folder.map, "v_head.weight": folder.shard(1).name})
     assert library.is_loaded(folder)
-    sentence = f"{folder.index.name} lists 1 tensor that no shard holds: 'v_head.weight'"
-    assert verdict(folder.path) == [("index-mismatch", sentence)]
+    (finding,) = check(folder.path).findings
+    assert finding.severity is Severity.NOTE
+    assert "lists 1 tensor that no shard holds, such as tied weights" in str(finding)
 
 
 @pytest.mark.parametrize(("kind", "suffix"), KINDS)
@@ -688,7 +687,8 @@ def test_every_byte_of_a_tensor_in_two_shards_is_compared_with_data(tmp_path: Pa
     [
         (
             "a_computed_buffer_that_no_shard_holds",
-            "lists 1 tensor that no shard holds and no load needs: 'rotary.inv_freq'",
+            "lists 1 tensor that no shard holds, such as tied weights or buffers that a model "
+            "computes: 'rotary.inv_freq'",
         ),
         (
             "a_buffer_of_a_shard_is_not_listed",

@@ -320,7 +320,8 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
 class OddIndex(Finding, frozen=True, kw_only=True):
     """An index that differs from the headers in a way that changes no load.
 
-    ``computed``: listed buffers that no shard holds and that models compute. ``tied``: listed keys
+    ``computed``: listed keys that no shard holds, of buffers that models compute, or beyond the
+    bytes that the index counts. ``tied``: listed keys
     that no shard holds, each tied to one that a shard holds. ``unlisted``: the number of
     tensors that the listed shards hold besides. ``repeated``: keys that the file has twice.
     ``misplaced``: the number of tensors that it places in another of the listed shards. ``copied``:
@@ -356,8 +357,8 @@ class OddIndex(Finding, frozen=True, kw_only=True):
                 else ""
             ),
             (
-                f"lists {count_of(len(self.computed), 'tensor')} that no shard holds and no load "
-                f"needs: {list_names(self.computed)}"
+                f"lists {count_of(len(self.computed), 'tensor')} that no shard holds, such as tied "
+                f"weights or buffers that a model computes: {list_names(self.computed)}"
                 if self.computed
                 else ""
             ),
