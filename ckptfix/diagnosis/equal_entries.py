@@ -468,7 +468,7 @@ def _surplus_schedulers(
     )
     if len(paths) <= len(optimizers) and not has_duplicates:
         return {path: replace(state, is_of_own_optimizer=True) for path, state in equal.items()}
-    if not doubles and not has_duplicates:
+    if not is_doubled and not doubles and not has_duplicates:
         return {
             path: replace(state, lost_optimizer=path.name.replace("scheduler", "optimizer"))
             if paths.index(path) >= len(optimizers)

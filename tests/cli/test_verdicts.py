@@ -48,7 +48,7 @@ def test_swapped_files_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     out(capsys)
     assert run(["verify", str(folder)]) == 1
     said = [line for line in out(capsys).splitlines() if "differ " in line]
-    words = "each has the content recorded for the other; 12 tensors swapped with them"
+    words = "each has the content recorded for the other"
     assert said[0] == f" differ model.safetensors: swapped with model_1.safetensors: {words}"
     assert [line for line in said[1:] if line.startswith(" differ")] == []
     assert len(verify.verify(folder).items) == 2 + 18
@@ -63,7 +63,7 @@ def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     out(capsys)
     assert run(["verify", str(folder)]) == 1
     printed = out(capsys)
-    assert " differ a.safetensors: renamed to b.safetensors, with its 2 tensors\n" in printed
+    assert " differ a.safetensors: renamed to b.safetensors\n" in printed
     assert printed.splitlines()[-1] == "wrong: 1 file that differs, 2 tensors that differ"
     moved = [item for item in verify.verify(folder).items if item.name == "x"]
     assert [(item.text, item.other) for item in moved] == [

@@ -229,7 +229,8 @@ def test_names_are_never_changed(tmp_path: Path, keys: Keys) -> None:
     """They are in the model states, in its shapes, and in the states of every rank's optimizer."""
     state = {"module.module.a.weight": torch.randn(4, 3), "module.module.b.weight": torch.randn(5)}
     make_zero(tmp_path / "pytorch_model", [state], stage=2, ranks=2)
-    (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
+    for rank in range(2):
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     (tmp_path / "latest").write_text("pytorch_model")
     before = snapshot(tmp_path)
     for path in (

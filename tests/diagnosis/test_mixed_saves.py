@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch.optim import lr_scheduler
 
-from ckptfix import check, cli, repair
+from ckptfix import check, repair
+from ckptfix.cli import run as run_cli
 from tests.diagnosis.test_schedules import SCHEDULES, Run
 from tests.diagnosis.test_trainer_states import trainer_in
 from tests.sampling import sampled
@@ -291,7 +292,7 @@ def test_the_counts_of_saves_in_a_store_are_read(
     url = f"memory://{os.urandom(6).hex()}/run"
     upload_folder(tmp_path / "run", url)
     for place in (str(tmp_path / "run"), url):
-        assert cli.run(["check", "-r", place]) == 1
+        assert run_cli(["check", "-r", place]) == 1
         out = capsys.readouterr().out
         assert "warning mixed-saves: scheduler.bin: learning rate 0.1 (expected" in out
         assert "5 checkpoints: 1 with warnings, 4 clean" in out
