@@ -154,7 +154,9 @@ def visit(
         except Exception as error:
             return error
 
-    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads, stop=stop):
+    for path, result in in_turn(
+        left, attempt, threads=1 if is_alone else threads, stop=stop, of_store=threads == _OF_STORE
+    ):
         if isinstance(result, Exception):
             if is_alone or isinstance(result, TeamError):
                 raise result

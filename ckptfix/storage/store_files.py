@@ -26,7 +26,7 @@ from ckptfix.errors import (
 from ckptfix.storage import staged
 from ckptfix.storage.files import FileReader, Prefix, Shown, StorePath, Unheld
 from ckptfix.storage.listings import Listing
-from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parallel import Progress, waiting
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, open_store, together
 from ckptfix.wording import count_of, escape, human_size, list_names
@@ -58,7 +58,12 @@ _AHEAD = 1024
 
 
 class StoreFiles:
-    """The objects of one prefix, as they were listed: a ``files.Prefix``."""
+    """The objects of one prefix, as they were listed.
+
+    ``url``: of the prefix. ``lists``: it may hold thousands of checkpoints, and only what is asked
+    for is read. ``unheld``: the objects whose keys no folder can hold. ``failures``: of the store,
+    while it was read. ``umask``: the permissions that new files here lack.
+    """
 
     def __init__(
         self,
@@ -106,13 +111,17 @@ class StoreFiles:
         return self.listing.folders(folder) is not None
 
     def names(self, folder: str) -> tuple[Iterable[str], Iterable[str]] | None:
-        """Return the names of the objects and folders in a folder, None without any."""
+        """Return the names of the objects and of the folders in a folder, None where none was
+        listed.
+        """
         self._ensure_open()
         folders = self.listing.folders(folder)
         return None if folders is None else (self.listing.files(folder), folders)
 
     def number(self, key: str) -> int:
-        """Return what tells an object from all others, as an inode does; a moved one keeps it."""
+        """Return what tells an object from all others here, as an inode does: a moved one keeps
+        its own.
+        """
         shown = self._shown.get(key)
         name = shown.moved if shown is not None and shown.moved is not None else key
         return int.from_bytes(hashlib.sha1(name.encode("utf-8", "replace")).digest()[:7], "big")
@@ -122,7 +131,9 @@ class StoreFiles:
         return self.listing.below(folder)
 
     def has_gone(self, folder: str) -> bool:
-        """Return whether the store says now that no object is in or below a folder."""
+        """Return whether the store has no object any more in or below a folder. False where that
+        cannot be found out.
+        """
         try:
             return next(self.store.below(folder).listed(), None) is None
         except CkptfixError:
@@ -188,7 +199,9 @@ class StoreFiles:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise at the end also what was caught on its way: what was not read is not ok."""
+        """Raise a failure of the store at the end even where it was caught on its way: what was not
+        read is not ok.
+        """
         before = len(self.failures)
         yield
         self.raise_failure(since=before)
@@ -208,7 +221,9 @@ class StoreFiles:
             raise ClosedError(f"{self.url}: this URL is no longer open")
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
-        """Return the bytes of ranges. A failure is kept: catching it must not hide it."""
+        """Return the bytes of ranges. A failure is kept: whoever catches it must not report
+        success.
+        """
         try:
             return self.try_many(ranges)
         except Exception as error:
@@ -217,8 +232,12 @@ class StoreFiles:
 
     def try_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges that perhaps nobody asks for."""
-        if not any(span.key in self._shown for span in ranges):
-            return self.store.read_many(ranges)
+        with waiting():
+            if not any(span.key in self._shown for span in ranges):
+                return self.store.read_many(ranges)
+            return self._read_shown(ranges)
+
+    def _read_shown(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         data: list[bytes] = [b""] * len(ranges)
 
         def take(number: int) -> None:
@@ -233,7 +252,9 @@ class StoreFiles:
 
 
 def _umask() -> int:
-    """Return the umask; to ask by setting it would change it for all threads."""
+    """Return the permissions that new files of this process lack; to set it would change that of
+    all threads for a moment.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -250,7 +271,7 @@ def open_prefix(
     key no folder can hold.
     """
     store = open_store(url)
-    # Of a fleet page by page: its objects are never there twice.
+    # The listing of a fleet is packed as it comes; that of one checkpoint is small.
     listed = Listing(store.listed() if lists else store.list().items(), len(os.fsencode(store.url)))
     is_there = bool(listed or listed.misfits)
     files = StoreFiles(store, listed, lists=lists) if is_there else _open_object(url, store)
@@ -281,7 +302,9 @@ def _open_object(url: str, store: Store) -> StoreFiles:
 
 
 def _listed_for_one(folder: Store) -> dict[str, ObjectInfo]:
-    """Return the objects in the folder of one object, and those of its journal."""
+    """Return the objects right in a folder, next to the one that was asked for, and those of its
+    journal.
+    """
     return folder.children()[0] | folder.list(JOURNAL)
 
 
@@ -330,7 +353,9 @@ def downloaded(path: StorePath, *, progress: Progress | None = None) -> Iterator
 
 
 def _download(files: Prefix, key: str, target: Path, progress: Progress | None) -> None:
-    """Write an object to a new file. Raises ChangedError unless it is the listed one."""
+    """Write the bytes of an object to a new file. Raises ChangedError when it is another one than
+    was listed.
+    """
     info = files.info(key)
     assert info is not None
     lock = threading.Lock()
@@ -379,7 +404,9 @@ class ObjectReader(FileReader, frozen=True):
         )
 
     def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return whether ranges should not be read one by one; else read them all at once."""
+        """Return whether ranges should not be read one by one; otherwise all of them are read at
+        once here.
+        """
         files = self._files
         _look_ahead(files, self.key)
         missing = [
@@ -478,7 +505,9 @@ def _fetch_spans(
 
 
 class _Cache:
-    """Blocks used last, and how much is read at once where reads follow each other."""
+    """Blocks of objects, those used last; and how much is read at once where reads follow each
+    other.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -513,7 +542,9 @@ class _Cache:
             return self._windows.pop((files, key, number), _FEWEST)
 
     def grow(self, files: StoreFiles, key: str, number: int, window: int) -> None:
-        """Note up to which block a window went: what follows there reads twice as much."""
+        """Note that the reads of a window went up to a block: what follows there reads twice as
+        much.
+        """
         with self._lock:
             most = max(4 * _MOST // max(4, len(self.ahead)), RANGE)
             self._windows[files, key, number] = min(2 * window, most)
@@ -530,11 +561,14 @@ class _Cache:
 
 
 def _look_ahead(files: StoreFiles, key: str) -> None:
-    """Read the ends of all files of a folder when its first one is read."""
+    """Read the ends of the files of a folder when the first of them is read; of one file where that
+    is asked for.
+    """
     seen = files.cache.ahead[files]
     if key in seen:
         return
-    with files.lock:
+    # A thread that waits for the lock must not hold the turn of the one that has it.
+    with waiting(), files.lock:
         if key in seen:
             return
         folder = key.rpartition("/")[0]
@@ -556,7 +590,9 @@ def _look_ahead(files: StoreFiles, key: str) -> None:
 
 
 def _ends(files: StoreFiles, key: str) -> list[tuple[str, int, int]]:
-    """Return the blocks at both ends; a safetensors file has a directory at its start alone."""
+    """Return the blocks at both ends of a file, at its beginning alone where it has no directory at
+    its end.
+    """
     size = files.listing[key].size
     blocks = -(-size // _BLOCK)
     head = min(_HEAD // _BLOCK, blocks)

@@ -29,7 +29,7 @@ from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath, absolute, has_gone, objects_of, relative, stat_of, walk
 from ckptfix.storage.opened import opened_part
-from ckptfix.storage.parallel import Progress, Share
+from ckptfix.storage.parallel import Progress, Share, waiting
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
@@ -390,7 +390,8 @@ class Scrub(Struct, kw_only=True):
                 if self._is_late():
                     data = replace(data, due=data.due + 1)
                 else:
-                    problem = read(key)
+                    with waiting():  # its threads read and hash
+                        problem = read(key)
                     one = fresh[key] = Reading(mark, time(), problem)
                     data = replace(data, read=data.read + 1, read_bytes=data.read_bytes + size)
             if one is not None:

@@ -7,12 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.storage.parallel import Control, Share, Stopped, in_turn, run_all
+from ckptfix.storage.parallel import Control, Share, Stopped, in_turn, run_all, waiting
 
 
 def doing(task: Callable[[Control, int], None]) -> Callable[[Control], object]:
@@ -175,8 +175,44 @@ def test_an_interrupt_of_who_takes_results_ends_long_tasks() -> None:
     assert sorted(ended) == [1, 2, 3]
 
 
-def test_threads_begin_once_a_task_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that only compute take the interpreter from each other."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_those_that_wait_for_a_store_one_computes(fails: bool) -> None:
+    lock, computing, waited, most = threading.Lock(), 0, 0, [0, 0]
+
+    def count(of_computing: int, of_waiting: int) -> None:
+        nonlocal computing, waited
+        with lock:
+            computing += of_computing
+            waited += of_waiting
+            most[:] = max(most[0], computing), max(most[1], waited)
+
+    def work(task: int) -> int:
+        count(1, 0)
+        time.sleep(0.001)
+        count(-1, 1)
+        with suppress(ValueError), waiting():
+            with waiting():  # one in another lets go once
+                time.sleep(0.02)
+            if fails:
+                raise ValueError
+        count(1, -1)
+        time.sleep(0.001)
+        count(-1, 0)
+        return task
+
+    found = list(in_turn(range(64), work, threads=16, of_store=True))
+    assert found == [(task, task) for task in range(64)]
+    assert most[0] == 1
+    assert most[1] > 4
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+def test_threads_begin_once_a_task_lets_others_go_on(
+    hashes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that only compute take the interpreter from each other. What is done in ``waiting``
+    does not count.
+    """
     wall = computed = 0.0
     monkeypatch.setattr("ckptfix.storage.parallel.perf_counter", lambda: wall)
     monkeypatch.setattr("ckptfix.storage.parallel.thread_time", lambda: computed)
@@ -185,7 +221,8 @@ def test_threads_begin_once_a_task_waits(monkeypatch: pytest.MonkeyPatch) -> Non
         nonlocal wall, computed
         wall, computed = wall + 1, computed + 0.9
         if number == 4:
-            wall += 20
+            with waiting(), waiting():
+                wall, computed = wall + 20, computed + (20 if hashes else 0)
         return threading.current_thread().name
 
     mine = threading.current_thread().name

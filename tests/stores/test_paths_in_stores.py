@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,9 @@ from ckptfix.diagnosis.resumable import instead_of
 from ckptfix.errors import CkptfixError, ClosedError, StoreError
 from ckptfix.storage import store_files, stores
 from ckptfix.storage.files import Shown
+from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import open_reader
 from ckptfix.storage.store_files import open_prefix
 from ckptfix.storage.stores import ObjectInfo, Store, open_store
 from tests.stores.servers import QUICK
@@ -289,3 +292,32 @@ def test_a_slash_after_a_broken_link_changes_nothing(tmp_path: Path, said: Said)
     slashed = said("check", f"{tmp_path}/broken.safetensors/")
     assert plain == slashed
     assert plain[0] == 1
+
+
+def test_threads_that_wait_for_a_store_hold_no_lock(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of `in_turn` waited for each other: one for its turn with the lock, one for the lock."""
+    put(url, {f"d{number}/f.bin": b"1" * 100 for number in range(8)})
+    place = open_prefix(url, lists=True)
+    reading = Store.read_many
+
+    def slow(self: Store, ranges: Any) -> list[bytes]:
+        threading.Event().wait(0.01)
+        return reading(self, ranges)
+
+    monkeypatch.setattr(Store, "read_many", slow)
+
+    def work(number: int) -> bytes:
+        with open_reader(place / f"d{number}" / "f.bin") as reader:
+            return reader.read(0, 10)
+
+    results: list[bytes] = []
+
+    def all_of_them() -> None:
+        results.extend(data for _, data in in_turn(range(8), work, threads=4, of_store=True))
+
+    thread = threading.Thread(target=all_of_them, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results == [b"1" * 10] * 8
