@@ -439,21 +439,7 @@ def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
     """Yield items by what happened to them; of many with the same, only the first few. Files go
     before tensors.
     """
-    # What two files did to each other is one line, and their tensors went with them.
-    whole = {
-        item.name
-        for item in items
-        if item.kind is Kind.FILE and item.change in (Change.SWAPPED, Change.RENAMED)
-    }
-    told = [
-        item
-        for item in items
-        if not (item.kind is Kind.TENSOR and item.where in whole)
-        and not (
-            item.kind is Kind.FILE and item.change is Change.SWAPPED and item.other < item.name
-        )
-    ]
-    ordered = sorted(told, key=_kind_and_change)
+    ordered = sorted(items, key=_kind_and_change)
     for _, group in groupby(ordered, key=_kind_and_change):
         same = list(group)
         texts = [f" differ {item}" for item in same]

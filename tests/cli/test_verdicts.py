@@ -40,7 +40,7 @@ def out(capsys: Capture) -> str:
     return capsys.readouterr().out
 
 
-def test_swapped_files_are_one_line(tmp_path: Path, capsys: Capture) -> None:
+def test_swapped_files_are_named(tmp_path: Path, capsys: Capture) -> None:
     folder = two_models(tmp_path / "c")
     os.rename(folder / "model.safetensors", tmp_path / "t")
     os.rename(folder / "model_1.safetensors", folder / "model.safetensors")
@@ -50,11 +50,10 @@ def test_swapped_files_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     said = [line for line in out(capsys).splitlines() if "differ " in line]
     words = "each has the content recorded for the other"
     assert said[0] == f" differ model.safetensors: swapped with model_1.safetensors: {words}"
-    assert [line for line in said[1:] if line.startswith(" differ")] == []
     assert len(verify.verify(folder).items) == 2 + 18
 
 
-def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+def test_a_renamed_file_is_named(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
     write_safetensors(folder / "a.safetensors", {"x": b"12345678", "y": bytes(8)})
@@ -67,7 +66,7 @@ def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     assert printed.splitlines()[-1] == "wrong: 1 file that differs, 2 tensors that differ"
     moved = [item for item in verify.verify(folder).items if item.name == "x"]
     assert [(item.text, item.other) for item in moved] == [
-        ("moved to b.safetensors", "b.safetensors")
+        ("renamed to 'x' in b.safetensors", "b.safetensors")
     ]
 
 
