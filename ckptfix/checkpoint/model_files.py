@@ -138,17 +138,23 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
         """The listed keys that no file holds and that a model may need, in order.
 
         No loader looks for a listed key in its shard: it loads all keys of all listed shards, and
-        leaves the rest random. No load needs a tied key, and a buffer that its model computes. Of
-        a class that nobody knows, such keys are those beyond the size in the index.
+        leaves the rest random. No load needs a tied key, or a buffer that its model computes. Keys
+        beyond the bytes that the index counts pass for such, whatever the class: conversions list
+        ties of either direction, and masks that are computed by now. But not where two shards share
+        tensors: a copy of a shard may have the size of the shard that it replaced.
         """
         fqns = [tensor.fqn for member in self.members for tensor in member.tensors]
         held = set(fqns)
-        # A copy of a shard may have the size of the one that it was written over.
-        is_once = len(held) == len(fqns)
-        if is_once and held <= self.listed.keys() and self.stored_size == self.total_size:
+        has_copies = len(held) < len(fqns)
+        if held <= self.listed.keys() and self.stored_size == self.total_size and not has_copies:
             return ()
-        absent = sorted(self.listed.keys() - held - self.tied)
-        return tuple(key for key in absent if not is_computed(key))
+        return tuple(key for key in self.unheld if key not in self.tied)
+
+    @property
+    def unheld(self) -> tuple[str, ...]:
+        """The listed keys that no file holds, without buffers that models compute, in order."""
+        held = {tensor.fqn for member in self.members for tensor in member.tensors}
+        return tuple(sorted(key for key in self.listed.keys() - held if not is_computed(key)))
 
     @property
     def is_left_over(self) -> bool:
@@ -472,7 +478,8 @@ def _indexed(
     group = ModelFiles(
         members=members, index_path=index.path, index=index, missing=absent, renamed=renamed
     )
-    group = replace(group, tied=_tied(folder, group))
+    if unheld := group.unheld:
+        group = replace(group, tied=_tied(folder, group, unheld))
     # Shards that were merged keep numbers of more: loaders go by the index, and ask for no other
     # file. It lists only a part of the model if the tensors of the model have more bytes.
     if absent or group.lost or group.stored_size < (group.total_size or 0):
@@ -480,16 +487,13 @@ def _indexed(
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
 
 
-def _tied(folder: CheckpointFolder, group: ModelFiles) -> frozenset[str]:
-    """Return the listed keys that no shard holds, and that are tied to keys that the shards hold.
+def _tied(folder: CheckpointFolder, group: ModelFiles, absent: Sequence[str]) -> frozenset[str]:
+    """Return those of the absent keys that are tied to keys that the shards hold.
 
     The Hub's conversion of ``.bin`` shards drops all ties but one from each shard, and keeps the
     index. Its newer versions record in the shard what they dropped, as ``save_model`` does. Files
     of the older ones load where the config ties the keys.
     """
-    absent = group.lost
-    if not absent:
-        return frozenset()
     held = {tensor.fqn for member in group.members for tensor in member.tensors}
     recorded = {
         dropped

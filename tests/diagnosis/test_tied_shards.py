@@ -55,7 +55,7 @@ def convert(model: Any, path: Path, *, records: bool = False, drop: str = "") ->
         save_file(tensors, path / name, {"format": "pt", **metadata})
         weight_map |= dict.fromkeys(part, name)
         weight_map |= {key: name for key, first in dropped.items() if first in (*part, "")}
-    size = sum(state[key].nbytes for key in kept)
+    size = sum(state[same[0]].nbytes for same in tied.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return sorted(dropped)

@@ -244,7 +244,7 @@ def test_missing_additional_changed_and_renamed_tensors_are_named(folder: Path) 
     report = compared(folder, folder / TENSORS)
     assert report.status == 1
     assert {name: change for name, (change, _) in wrong(report).items() if name not in (FILES, TENSORS)} == {
-        "layers.0.weight": "changed", "layers.1.weight": "changed", "layers.2.weight": "renamed",
+        "layers.0.weight": "swapped", "layers.1.weight": "swapped", "layers.2.weight": "renamed",
         "layers.3.weight": "missing", "more": "extra", "model.safetensors": "extra",
     }  # fmt: skip
 

@@ -196,7 +196,7 @@ def test_shards_in_each_others_place_are_told(download: Download, tmp_path: Path
     report = verify(folder)
     if "local" in folder.parts:
         assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {
-            Change.CHANGED
+            Change.SWAPPED
         }
     else:
         assert report.status == 1, (
