@@ -49,6 +49,11 @@ class Line(NamedTuple):
         return escape("".join(span.text for span in self.spans))
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text, or the first ``most`` characters of a longer one with dots behind them."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class _Short(Repr):
     """``repr()`` of the first bytes alone: of 50 MB it took 190 MB."""
 

@@ -271,9 +271,9 @@ class Runs:
         passed_over = tuple(one.path.name for one in choice.passed_over)
         told = choice.told
         other_run = not_checked = ""
-        if told is not None and told.is_open:
-            not_checked = told.proof
-        elif told is not None:
+        if told is not None:
+            not_checked = told.question
+        if told is not None and told.proof:
             other_run = f"{run}: {told.proof}" + (f"; next: {told.advice}" if told.advice else "")
         if choice.best is None:
             problem = problems_in(choice.passed_over)

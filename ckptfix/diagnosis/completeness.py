@@ -301,8 +301,7 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
         )
         hidden = tuple(hidden_files(folder, case.neighbours))
         findings += incomplete(
-            *(folder, case.sharded, case.deepspeed, manifest, hidden),
-            has_deepspeed=has_deepspeed,
+            folder, case.sharded, case.deepspeed, manifest, hidden, has_deepspeed=has_deepspeed
         )
         findings += _misnamed(folder, hidden)
         findings += only_for_fsdp(folder)

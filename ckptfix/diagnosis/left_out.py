@@ -171,9 +171,9 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
         return
     if case.folder.processes and not any(case.neighbours.saves()):
         yield (
-            f"{OF_ONE_SAVE} and none is missing: no file records which save wrote it, and no other "
-            "checkpoint of the run is next to this one to show how many ranks, models and states it "
-            f"has{_odd_counts(case)}; only a seal right after each save proves it"
+            f"{OF_ONE_SAVE} and none is missing: no file records which save wrote it, and "
+            "without another checkpoint of the run nothing shows how many ranks, models and states "
+            f"the run has{_odd_counts(case)}; only a seal right after each save proves it"
         )
         return
     is_compared = not (case.sharded or case.deepspeed or is_sharded)

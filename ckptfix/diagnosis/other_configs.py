@@ -22,6 +22,7 @@ from ckptfix.checkpoint.samples import are_equal_by_etags
 from ckptfix.diagnosis.findings.config_faults import ChangedConfig, ChangedSetting
 from ckptfix.diagnosis.saved_optimizers import Shape
 from ckptfix.errors import CkptfixError
+from ckptfix.wording import shortened
 
 _SIZES = re.compile(
     r"(num_|n_)?(hidden_|encoder_|decoder_)?layers?|layers_per_block"
@@ -139,7 +140,8 @@ def _differences(own: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[_
             continue
         # A pattern can stand for the same modules as a list.
         if {type(value), type(wanted)} != {str, list}:
-            yield _Difference(setting, _in_words(value), _in_words(wanted))
+            texts = (shortened(json.dumps(each), _LONGEST) for each in (value, wanted))
+            yield _Difference(setting, *texts)
 
 
 def _settings(config: Mapping[str, Any], levels: int = _MOST_LEVELS) -> dict[str, Any]:
@@ -153,11 +155,6 @@ def _settings(config: Mapping[str, Any], levels: int = _MOST_LEVELS) -> dict[str
             inner = _settings(value, levels - 1)
             settings |= {f"{key}.{name}": each for name, each in inner.items()}
     return settings
-
-
-def _in_words(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _is_size(difference: _Difference, folder: CheckpointFolder) -> bool:

@@ -70,8 +70,8 @@ class OtherRun(NamedTuple):
     it is told, and the highest number is taken: the other one was saved before, as the rest of a
     branch that was given up, or the run may have gone back. ``copied``: "a copy of" or "a link to"
     where the highest number is one of an earlier checkpoint, and ``advice`` is empty then: a second
-    recommendation next to that of the run contradicted it. ``is_open``: nothing decides, and
-    ``proof`` is the question.
+    recommendation next to that of the run contradicted it. ``question``: what nothing decides, "" where
+    there is a proof.
     """
 
     candidate: Candidate
@@ -79,7 +79,7 @@ class OtherRun(NamedTuple):
     advice: str
     is_older: bool
     copied: str = ""
-    is_open: bool = False
+    question: str = ""
 
 
 class History(NamedTuple):
@@ -204,7 +204,7 @@ def _turned_back(
             f"whether {name} ({counter} step {own}) is of the run of {furthest} (step {steps}): a "
             f"run that went back or began with a new {counter} looks like another run"
         )
-        return OtherRun(candidate, question, "", is_older=True, is_open=True)
+        return OtherRun(candidate, "", "", is_older=True, question=question)
     copied = "a link to" if best.path.is_symlink() else "a copy of"
     proof = (
         f"{words}: {name} is {copied} {equal}, as after restoring a backup, or in a run that went "

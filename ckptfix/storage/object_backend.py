@@ -528,16 +528,14 @@ def _pass_on(store: Store, undone: int, restored: Mapping[str, ObjectInfo | None
         after = {
             change.key: restored[change.key]
             for change in left.changes
-            if change.old is not None and _is_etag_of(change.old, state.after.get(change.key))
+            if change.old is not None
+            and (was := state.after.get(change.key)) is not None
+            # Alone: MinIO lists times in ms, and answers HEAD in seconds.
+            and was.etag == change.old.etag
         }
         if after:
             new = replace(state, after={**state.after, **after})
             write_state(store, number, new, one.objects["state.json"].etag)
-
-
-def _is_etag_of(old: ObjectInfo, now: ObjectInfo | None) -> bool:
-    """Return whether two are one object. MinIO lists times in ms, and answers HEAD in seconds."""
-    return now is not None and now.etag == old.etag
 
 
 def _place(

@@ -28,7 +28,7 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED, is_inside
 from ckptfix.tensors.hashing import ALGORITHMS, WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
-from ckptfix.wording import Brief, count_of
+from ckptfix.wording import Brief, count_of, shortened
 
 ALONE = "."
 """The path of a file that was signed alone, without its folder."""
@@ -556,8 +556,7 @@ def _shown(value: Any) -> str:
         return "an object"
     if isinstance(value, list | tuple) and len(value) > _SHOWN:
         return "a list"
-    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shortened(repr(value[: _SHOWN + 1] if isinstance(value, str) else value), _SHOWN)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

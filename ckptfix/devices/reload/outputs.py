@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, shortened
 
 _DEPTH = 8
 """Levels of containers in which tensors are looked for; a cache of keys and values has four."""
@@ -238,8 +238,7 @@ def in_words(error: BaseException) -> str:
 
 def one_line(text: str) -> str:
     """Return a text without its line breaks, of a long one the beginning."""
-    words = " ".join(text.split())
-    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+    return shortened(" ".join(text.split()), _LONGEST)
 
 
 CHUNK = 64 << 20

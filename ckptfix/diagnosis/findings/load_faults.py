@@ -331,8 +331,8 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the rank in `adapter_config.json` differs from the rank of the tensors, so that PEFT "
-        "fails with `size mismatch`, or its `bias` is a value that PEFT does not know"
+        "PEFT cannot load the adapter: its tensors have another rank than `adapter_config.json` "
+        "says (`size mismatch`), or `bias` in that file has a value that PEFT does not know"
     )
 
     modules: int

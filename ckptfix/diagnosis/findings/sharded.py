@@ -132,8 +132,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     ``is_read_in_part``: the tensors that it does not list are in listed shards, and old versions
     pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
     refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
-    that one, and for a missing one of this name none does. ``overwritten``: shards with
-    the tensors of the shard ``overwritten_with`` instead of their own.
+    that one, and for a missing one of this name none does. ``overwritten``: shards with the tensors
+    of the shard ``overwritten_with`` instead of their own.
     """
 
     code = "index-mismatch"
@@ -321,12 +321,12 @@ class OddIndex(Finding, frozen=True, kw_only=True):
     """An index that differs from the headers in a way that changes no load.
 
     ``computed``: listed keys that no shard holds, of buffers that models compute, or beyond the
-    bytes that the index counts. ``tied``: listed keys
-    that no shard holds, each tied to one that a shard holds. ``unlisted``: the number of
-    tensors that the listed shards hold besides. ``repeated``: keys that the file has twice.
-    ``misplaced``: the number of tensors that it places in another of the listed shards. ``copied``:
-    tensors that several shards hold with equal values. ``leads_back``: the paths that lead through
-    other folders to a file in this one, such as ``/data/model/x``.
+    bytes that the index counts. ``tied``: listed keys that no shard holds, each tied to one that a
+    shard holds. ``unlisted``: the number of tensors that the listed shards hold besides.
+    ``repeated``: keys that the file has twice. ``misplaced``: the number of tensors that it places
+    in another of the listed shards. ``copied``: tensors that several shards hold with equal values.
+    ``leads_back``: the paths that lead through other folders to a file in this one, such as
+    ``/data/model/x``.
     """
 
     code = IndexMismatch.code
@@ -397,8 +397,8 @@ class OddIndex(Finding, frozen=True, kw_only=True):
         """
         advice = [
             (
-                "ignore this, but transformers.trainer_utils.load_sharded_checkpoint needs "
-                "strict=False"
+                f"{self._excuse}ignore this; only transformers.trainer_utils."
+                "load_sharded_checkpoint needs strict=False"
                 if self.computed or self.tied or self.unlisted
                 else ""
             ),
@@ -416,6 +416,10 @@ class OddIndex(Finding, frozen=True, kw_only=True):
             ),
         ]
         return "; ".join(filter(None, advice))
+
+    @property
+    def _excuse(self) -> str:
+        return "if the model ties these weights or computes these buffers, " * bool(self.computed)
 
 
 class ForeignIndex(Finding, frozen=True):

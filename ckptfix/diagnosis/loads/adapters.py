@@ -38,7 +38,7 @@ from ckptfix.diagnosis.findings.load_faults import (
 from ckptfix.diagnosis.findings.misplaced import EmptyExport, UnknownState, WrongState
 from ckptfix.diagnosis.loads.adapter_keys import BASE, PROMPT, PROMPTS, AdapterKeys
 from ckptfix.diagnosis.optimizer_values import FEW_STEPS
-from ckptfix.wording import count_of, list_names, series
+from ckptfix.wording import count_of, list_names, series, shortened
 
 _MARKS = {
     "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_",
@@ -172,7 +172,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
             yield _without_place(load, placed, parameters)
         bias = load.config.get("bias", "none")
         if kind == "LORA" and bias not in _BIASES:
-            yield UnknownBias(path=load.path, value=json.dumps(bias)[:_MOST_OF_VALUE])
+            yield UnknownBias(path=load.path, value=shortened(json.dumps(bias), _MOST_OF_VALUE))
         yield from _ranks(
             load, kind, [parameter for parameter in parameters if parameter.key not in lost]
         )

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ckptfix.environment.facts.script_scan import Scan
 from ckptfix.environment.facts.script_uses import SourceLine, Uses
+from ckptfix.wording import shortened
 
 _RUNS_PYTHON = frozenset(
     {"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug", "snakeviz"}
@@ -134,4 +135,4 @@ def _cell_label(number: int) -> Callable[[int], str]:
 
 def _line(lines: list[str], number: int) -> str:
     text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return shortened(text, _MAX_TEXT)

@@ -79,20 +79,17 @@ def _saved_names(
     """Return the names of saved parameters, by ``param_names`` or by the guarded save; {} without
     either.
     """
-    given = [list(map(str, group.get("param_names") or ())) for group in groups]
     sizes = [len(group["params"]) for group in groups]
-    if list(map(len, given)) == sizes:
-        return {
-            (number, place): (None, name)
-            for number, names in enumerate(given)
-            for place, name in enumerate(names)
-        }
-    recorded = parameter_names(root, entry.files[0], entry.index) if len(entry.files) == 1 else None
-    if recorded is None or list(map(len, recorded)) != sizes:
+    given = [[(None, str(name)) for name in group.get("param_names") or ()] for group in groups]
+    named: Sequence[Sequence[Name]] | None = given
+    if list(map(len, given)) != sizes:
+        is_one_file = len(entry.files) == 1
+        named = parameter_names(root, entry.files[0], entry.index) if is_one_file else None
+    if named is None or list(map(len, named)) != sizes:
         return {}
     return {
         (number, place): name
-        for number, names in enumerate(recorded)
+        for number, names in enumerate(named)
         for place, name in enumerate(names)
     }
 
