@@ -70,8 +70,8 @@ class OtherRun(NamedTuple):
     it is told, and the highest number is taken: the other one was saved before, as the rest of a
     branch that was given up, or the run may have gone back. ``copied``: "a copy of" or "a link to"
     where the highest number is one of an earlier checkpoint, and ``advice`` is empty then: a second
-    recommendation next to that of the run contradicted it. ``question``: what nothing decides, "" where
-    there is a proof.
+    recommendation next to that of the run contradicted it. ``question``: what nothing decides, ""
+    where there is a proof.
     """
 
     candidate: Candidate
