@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy
@@ -206,6 +206,7 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
     Tensors are mapped where the file allows it, not copied. Raises Unreadable.
     """
     weights: OrderedDict[str, Any] = OrderedDict()
+    files: dict[str, PurePosixPath] = {}
     if entry.members and entry.members[0].name.is_of_parts:
         migrate = command("migrate", root, "", "--to", "safetensors")
         raise Unreadable(
@@ -228,6 +229,14 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
             raise Unreadable(
                 f"{root / member.path} holds a {type(part).__name__}, not a state dict"
             )
+        for name in sorted(weights.keys() & part.keys()):
+            # Stock accelerate takes the last one, with or without the values that were trained.
+            if not same_bits(weights[name], part[name]):
+                raise Unreadable(
+                    f"{root}: {name!r} is in {files[name]} and in {member.path} with different "
+                    f"values; next: {command('check', root)}"
+                )
+        files |= dict.fromkeys(part, member.path)
         weights.update(part)
         if (metadata := getattr(part, "_metadata", None)) is not None:
             vars(weights).setdefault("_metadata", OrderedDict()).update(metadata)
@@ -235,6 +244,19 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
         if source in weights:
             weights[name] = weights[source]
     return weights
+
+
+def same_bits(left: object, right: object) -> bool:
+    """Compare dtype, shape and bits of two dense tensors, for NaN equals nothing. Other values are
+    never the same.
+    """
+    tensors = [value for value in (left, right) if isinstance(value, torch.Tensor)]
+    if len({(one.dtype, one.shape) for one in tensors}) != 1 or len(tensors) != 2:
+        return False
+    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        return False
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return bool(torch.equal(*flat))
 
 
 def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool = False) -> Any:

@@ -42,6 +42,35 @@ def test_every_lone_file_of_a_real_run_arrives(fixture: Path, of: str) -> None:
     assert files_of(fixture) == before
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_key_in_two_shards_is_refused_unless_its_values_are_equal(
+    tmp_path: Path, is_changed: bool
+) -> None:
+    state = seeded(TwoLayer, 5).state_dict()
+    first, *rest = state
+    copy = state[first] + is_changed
+    shards = {
+        "model-00001-of-00002.safetensors": {first: state[first]},
+        "model-00002-of-00002.safetensors": {**{key: state[key] for key in rest}, first: copy},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name, {"format": "pt"})
+    weight_map = {key: name for name, tensors in reversed(shards.items()) for key in tensors}
+    size = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = seeded(TwoLayer, 6)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    if not is_changed:
+        assert load_checkpoint_tolerant(model, tmp_path).is_complete
+        assert tensor_digests(model.state_dict()) == tensor_digests(state)
+        return
+    with pytest.raises(LoadError, match="with different values; next: ckptfix check") as error:
+        load_checkpoint_tolerant(model, tmp_path)
+    assert all(f"{word!r}"[1:-1] in str(error.value) for word in (first, *shards))
+    assert tensor_digests(model.state_dict()) == tensor_digests(before)
+
+
 class Names(nn.Module):  # type: ignore[misc]
     """A model with these names and shapes, in modules as the dots say; two names can be one
     tensor.

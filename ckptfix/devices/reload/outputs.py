@@ -13,6 +13,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
+from ckptfix.devices.torch_reading import same_bits
 from ckptfix.wording import count_of, shortened
 
 _DEPTH = 8
@@ -99,7 +100,7 @@ def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Return whether two outputs are equal in every bit, NaNs included."""
-    return one.keys() == other.keys() and all(_same_bits(one[place], other[place]) for place in one)
+    return one.keys() == other.keys() and all(same_bits(one[place], other[place]) for place in one)
 
 
 def deviation(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Deviation:
@@ -111,7 +112,7 @@ def deviation(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     worst = Deviation()
     for place, left in one.items():
         right = other[place]
-        if _same_bits(left, right):
+        if same_bits(left, right):
             continue
         found = _apart(left, right)
         if found.relative - found.limit > worst.relative - worst.limit or worst.epsilon == 0.0:
@@ -178,13 +179,6 @@ def _numbers(value: torch.Tensor) -> torch.Tensor | None:
     if not (value.is_floating_point() or value.is_complex()):
         return None
     return value.to(torch.float32) if value.element_size() == 1 else value
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    flat = [value.contiguous().reshape(-1).view(torch.uint8).numpy() for value in (left, right)]
-    return bool(numpy.array_equal(*flat))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from typing_extensions import assert_never
 from ckptfix.checkpoint.folder_names import checkpoint_number
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
+from ckptfix.devices.torch_reading import same_bits
 from ckptfix.training.loading.draft import (
     OF_A_RANK,
     Action,
@@ -167,14 +168,6 @@ def copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return copy.deepcopy(value)
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare the bits of two tensors on one device, for NaN equals nothing."""
-    if one.shape != other.shape:
-        return False
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return bool(torch.equal(*flat))
 
 
 Outline = tuple[tuple[object, ...], ...]
@@ -452,5 +445,5 @@ def _load_model(action: LoadModel) -> None:
     for name, value in values.items():
         action.slots[name].write(value)
         arrived = action.slots[name].read()
-        if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
+        if not same_bits(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
             raise RuntimeError(f"{name!r} differs from the written value when read back")
