@@ -20,6 +20,7 @@ from tests.benchmarks.saving import save_against_stock, save_with_digests
 from tests.benchmarks.sharing import share
 from tests.benchmarks.signing import sign
 from tests.benchmarks.storing import store_checks
+from tests.benchmarks.tolerant_loading import load_against_stock
 from tests.benchmarks.transferring import transfer
 
 
@@ -41,6 +42,7 @@ def main() -> None:
             "check-saves",
             "digests",
             "fleets",
+            "loads",
             "migrate",
             "mix",
             "states",
@@ -95,6 +97,8 @@ def main() -> None:
         if options.part in (None, "saves"):
             save_against_stock(folder)
             save_with_digests(folder, 5 << 27, 5)
+        if options.part in (None, "loads"):
+            load_against_stock(folder)
         if options.part in (None, "fleets"):
             scrub_fleets(folder, 10_000 if options.quick else 100_000)
         if options.part in (None, "object-repairs"):

@@ -1,18 +1,15 @@
-"""How long load_state_tolerant takes, against stock load_state; printed (``pytest -s``), never a
-failure.
-"""
+"""Time of load_state_tolerant, against stock load_state."""
 
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 from ckptfix.training.loading.load_state import load_state_tolerant
-from tests.sampling import one_of
+from ckptfix.wording import count_of
 from tests.training.loading_runs import make_run
 
 LIMIT = 1.1
@@ -26,7 +23,7 @@ def measure(
 
     One model of ``4 * layers * width**2`` bytes with AdamW. ``custom``: registered objects of the
     script's, for whose sake the weights are copied first. Both are measured in turn, so that other
-    work on the machine hits both.
+    work on the machine slows both.
     """
     run = make_run(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), custom=custom)
     run.train(1)
@@ -47,18 +44,16 @@ def measure(
     return ours[0] / stock[0], ours[1] / stock[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "safe", one_of([True, False]), ids=lambda safe: "safetensors" if safe else "bin"
-)
-@pytest.mark.parametrize("custom", [0, 1], ids=["torch's objects", "an object of the script's"])
-def test_time_against_stock(tmp_path: Path, safe: bool, custom: int) -> None:
-    torch.manual_seed(0)
-    wall, processor = measure(
-        tmp_path / "c", layers=48, width=1024, safe=safe, custom=custom
-    )  # 600 MB, 200 of weights
-    kind = f"{'safetensors' if safe else 'bin'}, {custom} custom objects"
-    print(
-        f"\nload_state_tolerant / load_state, {kind}: {wall:.2f} of the time, "
-        f"{processor:.2f} of the processors' time (limit {LIMIT})"
-    )
+def load_against_stock(folder: Path) -> None:
+    """Print the ratios for 600 MB, 200 of weights, in both formats."""
+    for safe in (True, False):
+        for custom in (0, 1):
+            torch.manual_seed(0)
+            kind = "safetensors" if safe else "bin"
+            wall, processor = measure(
+                folder / f"{kind}-{custom}", layers=48, width=1024, safe=safe, custom=custom
+            )
+            print(
+                f"load_state_tolerant / load_state, {kind}, {count_of(custom, 'custom object')}: "
+                f"{wall:.2f} of the time, {processor:.2f} of the processors' time (limit {LIMIT})"
+            )
