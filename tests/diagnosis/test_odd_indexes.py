@@ -718,8 +718,14 @@ def test_an_odd_index_is_a_note(saved: Any, tmp_path: Path, name: str, words: st
     assert [one.problem for one in model_entries(scan_folder(folder.path), None)] == [""]
 
 
-@pytest.mark.parametrize(("kind", "suffix"), KINDS)
-@pytest.mark.parametrize("name", ["{}-0002-of-0003", "{}-00002-of-00003 (1)", "my part"])
+@pytest.mark.parametrize(
+    ("kind", "suffix", "name"),
+    [
+        *((*kind, "my part") for kind in KINDS),
+        (Transformers, ".safetensors", "{}-0002-of-0003"),
+        (Transformers, ".bin", "{}-00002-of-00003 (1)"),
+    ],
+)
 def test_a_shard_under_another_name_is_named_with_the_command_that_renames_it(
     saved: Any, tmp_path: Path, kind: type[Library], suffix: str, name: str
 ) -> None:

@@ -25,6 +25,7 @@ from ckptfix.checkpoint import architectures
 from ckptfix.diagnosis.loads.pretrained_models import _FEW, _REMOVED_BY_LOADS
 from tests.diagnosis.test_trainer_neighbours import Begin
 from tests.diagnosis.test_trainer_states import trainer_in
+from tests.sampling import is_exhaustive, sampled
 from tests.tiny_models import NAME, Tensors, load, reconfigure, small, tensors_of, tiny, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -531,7 +532,7 @@ def test_all_first_segments_that_a_load_removes_are_known() -> None:
     accident.
     """
     removed: dict[str, str] = {}
-    for block in architectures._index()["blocks"]:
+    for block in sampled(architectures._index()["blocks"]):
         for model_type in block[2:]:
             for name, record in architectures._block(*block[:2])[model_type].items():
                 if "inside" not in record and model_type not in architectures.RENAMED:
@@ -560,7 +561,8 @@ def test_all_first_segments_that_a_load_removes_are_known() -> None:
                     )
                     if _FEW * found > len(keys):
                         removed[first] = name
-    assert removed.keys() == _REMOVED_BY_LOADS, removed
+    assert removed.keys() <= _REMOVED_BY_LOADS, removed
+    assert not is_exhaustive() or removed.keys() == _REMOVED_BY_LOADS
 
 
 def test_an_attribute_that_nobody_knows_is_not_checked(tmp_path: Path) -> None:
