@@ -1,8 +1,8 @@
 """Compares ``check`` with transformers on every class that can be built tiny: ``python -m
 tests.pretrained_survey``.
 
-Each is saved, and damaged in five ways: behind ``module.``, without the tensors of the last layer,
-and with another size in its config. A number limits it to each Nth class. An error about a folder
+Each is saved, and damaged: behind ``module.``, without the tensors of the last layer, and with
+another size in its config. A number limits it to each Nth class. An error about a folder
 that loads complete is a false alarm.
 """
 
@@ -23,6 +23,7 @@ import transformers
 from ckptfix import check
 from ckptfix.checkpoint.architectures import Architecture, architecture_of, pattern_of
 from ckptfix.checkpoint.model_configs import read_config
+from ckptfix.diagnosis.loads.pretrained_models import _WIDTHS
 from tests.architectures import classes
 from tests.diagnosis.test_pretrained_models import CODES
 from tests.tiny_models import Tensors, load, reconfigure, tensors_of, tiny, write
@@ -49,6 +50,8 @@ def damages(
                 yield kind, lambda root, _, changed=changed: reconfigure(root, **changed)  # type: ignore[misc]
             if attribute.path[-1] in _part(config, attribute.path[:-1]):
                 yield "left out", lambda root, _, path=attribute.path: leave_out(root, path)  # type: ignore[misc]
+    for width in {*_WIDTHS}.intersection(config):
+        yield "hidden size", lambda root, _, width=width: reconfigure(root, **{width: 24})  # type: ignore[misc]
     for pattern in known.numbers:
         numbers = {
             ".".join(key.split(".")[: pattern.count(".") + 1])

@@ -108,9 +108,9 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` disagrees with the tensors on the vocabulary size or the number of layers "
-        "or experts, or with its own list `layer_types`, or a config disagrees with those of the "
-        "neighbouring checkpoints: `from_pretrained` fails, leaves layers random, or loads a "
+        "`config.json` disagrees with the tensors on the vocabulary, the hidden size or the number "
+        "of layers or experts, or with its own list `layer_types`, or a config disagrees with those "
+        "of the neighbouring checkpoints: `from_pretrained` fails, leaves layers random, or loads a "
         "different model"
     )
 

@@ -84,6 +84,12 @@ off.
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
 
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+"""Settings with the size of the hidden states. 962 classes of transformers 5.23 were built with
+other sizes: some tensor has that dimension, but in classes with configs for their parts, which may
+pass over the setting of the whole, and in three without embeddings.
+"""
+
 _MOST_NUMBERS = 1 << 16
 """Layers or experts beyond which none is missed."""
 
@@ -138,9 +144,10 @@ def judge_pretrained(load: Load) -> Iterator[Told]:
         yield f"{load.path}: rows of its embeddings, because quantization packs them"
     else:
         yield from _rows(load, known, placed)
+        yield from _width(load, known, placed)
     yield (
-        f"{load.path} against its class beyond prefixes, layers, experts and embedding rows "
-        f"(keys, shapes, settings){asks}"
+        f"{load.path} against its class beyond prefixes, layers, experts, embedding rows and the "
+        f"hidden size (keys, shapes, settings){asks}"
     )
 
 
@@ -361,6 +368,31 @@ def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterato
             + (f", and {len(places) - 1} more" if places[1:] else ""),
             effect="fails with 'size mismatch'",
         )
+
+
+def _width(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
+    """Yield the finding about a hidden size that no tensor has: MiniLM has the layers and tokens of
+    BERT.
+    """
+    embedding = next((key for _, pattern, key in placed if pattern == known.embedding), "")
+    widths = {
+        setting: value for setting in _WIDTHS if type(value := load.config.get(setting)) is int
+    }
+    sizes = {size for tensor in load.tensors.values() for size in tensor.shape}
+    has_parts = any(name.endswith("_config") and value for name, value in load.config.items())
+    # Weights of no elements are not gathered. A config may have settings of other classes, too.
+    if not embedding or has_parts or not widths or 0 in sizes or sizes & {*widths.values()}:
+        return
+    setting, value = next(iter(widths.items()))
+    yield _mismatch(
+        load,
+        known,
+        setting=setting,
+        value=value,
+        tensors=f"{embedding} is {list(load.tensors[embedding].shape)}, and no tensor has the "
+        "hidden size",
+        effect="fails with 'size mismatch'",
+    )
 
 
 def _mismatch(
