@@ -350,7 +350,7 @@ class Evidence:
             one.name.index < entry.name.index and is_wrapped_again(entry.chain, one.chain)
             for one in (original, *links)
         ):
-            yield "a second prepare() would add exactly one wrapper, to a later entry"
+            yield "a model prepared twice has exactly one more wrapper in its later entry"
         if self.folder.processes is None:
             yield "no file shows how many processes saved them"
         if self._are_two_classes(original, entry):

@@ -36,8 +36,8 @@ from ckptfix.storage.executor import Executor
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the run's models: DDP optimizers store no parameter names, the "
-    "models supply them.",
+    help="A function that returns the run's models: DDP optimizers store no parameter names, so "
+    "the models supply them.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Also list equal tensors.")
 @click.option(

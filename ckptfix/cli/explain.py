@@ -21,7 +21,7 @@ def explain_command(code: str) -> int:
             raise UsageError(f"{code} is a topic, not a code; next: ckptfix help {code}")
         raise UsageError(
             f"unknown code {code!r}{closest(code, codes())}; all codes: ckptfix help "
-            "codes and verify"
+            "codes; ckptfix help verify"
         )
     put_page(text)
     return 0

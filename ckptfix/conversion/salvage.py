@@ -144,7 +144,7 @@ class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
         if not self.lost:
             return tuple(repairs)
         load = "load_checkpoint_tolerant(model, FOLDER, policy=LoadPolicy(models='partial'))"
-        rest = f", or load the rest with ckptfix.{load}" if self.saved else ""
+        rest = f", or load the recovered tensors with ckptfix.{load}" if self.saved else ""
         copies = (
             [f"copy {list_names(self.absent)} again into {shell_path(self.output)}"]
             if self.absent

@@ -132,7 +132,7 @@ def unread_bytes(case: Case) -> Iterator[str]:
     if sampled:
         pairs = count_of(sampled, "pair")
         yield (
-            f"{pairs} of equal files, byte by byte: only samples were compared; ckptfix check "
+            f"{pairs} of equal files in full: only samples were compared; ckptfix check "
             "--data reads all"
         )
     if case.is_file:
@@ -171,7 +171,7 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
         return
     if case.folder.processes and not any(case.neighbours.saves()):
         yield (
-            f"{OF_ONE_SAVE} and none is missing: no file records which save wrote it, and "
+            f"{OF_ONE_SAVE} and none is missing: no file records which save it is from, and "
             "without another checkpoint of the run nothing shows how many ranks, models and states "
             f"the run has{_odd_counts(case)}; only a seal right after each save proves it"
         )
@@ -179,7 +179,7 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
     compared = "check -r RUN compares the checkpoint with its neighbours; " * is_compared
     yield (
-        f"{OF_ONE_SAVE}: no file records which save wrote it, and most saves do not list their "
+        f"{OF_ONE_SAVE}: no file records which save it is from, and most saves do not list their "
         f"files; {compared}only a seal right after each save proves it"
     )
 

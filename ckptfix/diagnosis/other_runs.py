@@ -201,8 +201,8 @@ def _turned_back(
     equal = next((path.name for path in nearest if _is_copy(best.path, path)), None)
     if equal is None:
         question = (
-            f"whether {name} ({counter} step {own}) is of the run of {furthest} (step {steps}): a "
-            f"run that went back or began with a new {counter} looks like another run"
+            f"whether {name} ({counter} step {own}) is in the run of {furthest} (step {steps}): a "
+            f"run that went back or began with a new {counter} looks like a different run"
         )
         return OtherRun(candidate, "", "", is_older=True, question=question)
     copied = "a link to" if best.path.is_symlink() else "a copy of"

@@ -50,7 +50,7 @@ class Policy(Struct, frozen=True, kw_only=True):
             self._check_codes()
         for role, count in self.keep.items():
             if count < 1:
-                raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
+                raise UsageError(f"--keep {role.value}={count}: expected at least 1")
 
     def _check_codes(self) -> None:
         from ckptfix.diagnosis.findings.catalogue import CODES

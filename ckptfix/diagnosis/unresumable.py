@@ -39,7 +39,7 @@ def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[st
         yield "optimizers: none saved; load_state fails in a script that prepares one"
     elif Role.MODEL in roles and not _is_foreign(folder):
         yield (
-            "resuming a run: only weights, not a save_state checkpoint; load_state also needs the "
+            "whether a run can resume: the folder has only weights; load_state also needs the "
             "states of the run"
         )
     elif Role.RNG_STATE in roles:

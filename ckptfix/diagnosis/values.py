@@ -342,7 +342,7 @@ def judge_values(
     lone = _zero_alone(tensors)
     steps = cache(steps)
     if untrained:
-        text = f"the LoRA was never trained: all of {list_names(untrained)} are zero"
+        text = f"the LoRA was never trained: only zeros in {list_names(untrained)}"
         severity = Severity.WARNING if steps() > FEW_STEPS else Severity.NOTE
         yield ValueFinding(code="untrained-lora", severity=severity, label=label, fqn="", text=text)
     with OpenFiles() as files:
@@ -429,7 +429,7 @@ def _of_zeros(
     if not _must_not_be_zero(tensor):
         return None
     if others := lone.get(tensor.fqn):
-        return Severity.WARNING, f", but not in {count_of(others, 'other layer')}"
+        return Severity.WARNING, f", unlike in {count_of(others, 'other layer')}"
     if tensor.dtype not in FLOATS:  # a quantised weight: no class makes one of zeros
         return Severity.WARNING, ""
     if _LORA_ZERO.search(tensor.fqn):

@@ -506,4 +506,5 @@ def _gap(shape: tuple[int, ...], chunks: list[Chunk], axis: int) -> str:
     following = min(
         (chunk.offsets[axis] for chunk in chunks if chunk.offsets[axis] > end), default=shape[axis]
     )
-    return f": {end} to {following} of {shape[axis]} along dimension {axis}"
+    indices = f"indices {end} to {following - 1}" if following > end + 1 else f"index {end}"
+    return f": {indices} of {shape[axis]} along dimension {axis}"

@@ -107,7 +107,7 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
             return (
                 *advice,
                 (
-                    "undo the repair if the script prepares an equal model on purpose (a loss "
+                    "undo the repair if the script prepares an identical model on purpose (a loss "
                     "wrapper, an EMA)"
                 ),
             )

@@ -85,7 +85,7 @@ class SavedPlan(Struct, frozen=True, kw_only=True):
                 raise ChangedError(
                     f"{self.file}: the plan was already applied: repair {number} of {self.path} "
                     f"carried out its {count_of(len(self.steps), 'step')}, and the files have not "
-                    f"changed since; {done} was changed now; to undo that repair: "
+                    f"changed since; {done} was changed; to undo that repair: "
                     f"{command('undo', plan.path)}"
                 )
             raise ChangedError(

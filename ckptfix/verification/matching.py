@@ -259,7 +259,7 @@ def ties_in_words(
             )
             yield (
                 f"tied weights in {label}: {list_names(keys)} {verb} only in {where}, where {same} "
-                f"{list_names(partners)}; safetensors files store one key of a tie"
+                f"{list_names(partners)}; safetensors files store only one key of tied weights"
             )
 
 

@@ -170,7 +170,9 @@ def test_each_output_says_once_when_a_deletion_is_wrong(
         (["repair", copy], 1),
     ):
         run(words)
-        assert capsys.readouterr().out.count("prepares an equal model on purpose") == count, words
+        assert capsys.readouterr().out.count("prepares an identical model on purpose") == count, (
+            words
+        )
 
 
 @pytest.mark.parametrize(

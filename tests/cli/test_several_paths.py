@@ -64,7 +64,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
         lines[-2]
         == "not checked: values of tensors, checksums of tensor records in torch zip files, "
         "whether all files belong to one save, whether keys and shapes match the script's model, "
-        "2 pairs of equal files and 1 more; for details: ckptfix check -v -r "
+        "2 pairs of equal files in full and 1 more; for details: ckptfix check -v -r "
         f"{runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1
@@ -81,7 +81,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
     unchecked = [line for line in lines if line.startswith("not checked")]
     assert lines[-1 - len(unchecked) : -1] == unchecked
     assert (
-        "not checked: 2 pairs of equal files, byte by byte: only samples were compared; ckptfix "
+        "not checked: 2 pairs of equal files in full: only samples were compared; ckptfix "
         "check --data reads all" in unchecked
     )
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)

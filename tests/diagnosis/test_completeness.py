@@ -172,9 +172,9 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     weights = make(tmp_path / "b", without=others)
     report = check(weights)
     assert report.status == 0
-    assert any("not a save_state checkpoint" in words for words in report.not_checked)
+    assert any("only weights" in words for words in report.not_checked)
     (weights / "config.json").write_text("{}")
-    assert not any("not a save_state checkpoint" in words for words in check(weights).not_checked)
+    assert not any("only weights" in words for words in check(weights).not_checked)
 
 
 def test_a_sealed_file_is_missing(tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def test_the_newest_object_without_a_key_of_all_earlier_ones(tmp_path: Path) -> 
     expected = f"note {OBJECT}: it holds an object with no 'best' (expected 'best', {NEIGHBOURS})"
     assert [told(path) for path in checkpoints] == [[], [], [], [expected]]
     (finding,) = check(checkpoints[3]).findings
-    assert finding.advice.startswith("with the script of its neighbours, load_state fails, or ")
+    assert finding.advice.startswith(
+        "with the script that saved its neighbours, load_state fails, or "
+    )
     url = f"memory://{os.urandom(6).hex()}/run"
     upload_folder(tmp_path / "run", url)
     (finding,) = check(f"{url}/checkpoint_3").findings

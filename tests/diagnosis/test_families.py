@@ -234,7 +234,7 @@ def test_a_difference_between_the_samples_is_found_with_data(tmp_path: Path) -> 
     assert isinstance(note, SecondFamily)
     assert note.sampled
     assert (
-        "1 pair of equal files, byte by byte: only samples were compared; ckptfix check --data "
+        "1 pair of equal files in full: only samples were compared; ckptfix check --data "
         "reads all" in check(tmp_path).not_checked
     )
     (finding,) = families(tmp_path, data=True)

@@ -281,7 +281,7 @@ def test_a_file_of_another_save_is_a_warning_where_no_count_fits(
     assert severities(folders) == expected
     (words,) = told(folders[target - 1], proves=None)
     assert f"; checkpoint_{source} has the same rate" in words
-    assert words.endswith("; the step counts of the two files do not match, either") == is_proven
+    assert words.endswith("; nor do the step counts of the two files match") == is_proven
 
 
 def test_the_counts_of_saves_in_a_store_are_read(

@@ -66,7 +66,7 @@ def test_the_run_is_resumed_from_the_save_between_the_two(
     copied(run_of_trainer, WEIGHTS, source=1, target=4)
     assert run(["check", "-r", str(run_of_trainer)]) == 1
     out = capsys.readouterr().out
-    assert "Resume from checkpoint-3. If the script itself went back" in out
+    assert "Resume from checkpoint-3. If the script itself restored" in out
     last = f"the newest one without problems: {run_of_trainer}/checkpoint-3"
     assert out.splitlines()[-1].endswith(last)
 

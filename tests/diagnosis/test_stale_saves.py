@@ -812,7 +812,7 @@ def test_best_weights_to_which_a_script_went_back_are_a_note(
     report = check(output / f"checkpoint_{target}", siblings=output.iterdir())
     (finding,) = [one for one in report.all_findings if one.code == "stale-save"]
     assert (finding.severity, finding.differs) == (Severity.NOTE, True)
-    assert finding.advice.startswith("if the script itself went back to the values of checkpoint_")
+    assert finding.advice.startswith("if the script itself restored the values of checkpoint_")
 
 
 @pytest.mark.filterwarnings("ignore")

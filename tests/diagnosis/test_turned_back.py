@@ -120,7 +120,7 @@ def test_a_run_with_a_scheduler_is_taken_by_its_numbers(
 ) -> None:
     folder = scheduled(tmp_path / "run", steps=steps)
     status, out, _ = said("check", "-r", folder)
-    question = "not checked: whether checkpoint_4 (scheduler step 2) is of the run of checkpoint_3 "
+    question = "not checked: whether checkpoint_4 (scheduler step 2) is in the run of checkpoint_3 "
     assert (question in out) is (steps[-1] < 0)
     assert f"resume from {folder / 'checkpoint_4'}, the newest complete one" in out
     assert status == 0
@@ -186,7 +186,7 @@ def test_a_second_phase_that_was_copied_is_taken_by_its_numbers(
     assert latest_checkpoint(folder).name == "checkpoint_4"
     status, out, _ = said("check", "-r", folder)
     assert status == 0
-    question = "not checked: whether checkpoint_4 (optimizer step 8) is of the run of checkpoint_0 "
+    question = "not checked: whether checkpoint_4 (optimizer step 8) is in the run of checkpoint_0 "
     assert (question in out) is (hours[0] > 1)
 
 
@@ -221,8 +221,8 @@ def test_a_run_that_went_back_to_an_earlier_checkpoint_is_taken_by_its_numbers(
     assert status == 0
     assert f"resume from {folder / 'checkpoint_5'}, the newest complete one" in out
     question = (
-        "whether checkpoint_5 (optimizer step 9) is of the run of checkpoint_4 (step 15): a run "
-        "that went back or began with a new optimizer looks like another run"
+        "whether checkpoint_5 (optimizer step 9) is in the run of checkpoint_4 (step 15): a run "
+        "that went back or began with a new optimizer looks like a different run"
     )
     assert f"\nnot checked: {question}\n" in out
     _, out, _ = said("check", "-r", "--json", folder)

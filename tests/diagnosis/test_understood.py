@@ -86,7 +86,7 @@ def test_verbose_lists_what_was_not_checked(
         ),
         (
             "not checked: whether all files belong to one save and none is missing: no file "
-            "records which save wrote it, and without another checkpoint of the run nothing shows "
+            "records which save it is from, and without another checkpoint of the run nothing shows "
             "how many ranks, models and states the run has; only a seal right after each save proves it"
         ),
         "not checked: whether keys and shapes match the script's model; the load compares them",

@@ -28,7 +28,7 @@ KEPT = {"embed.weight": EMBEDDING, "norm.weight": NORM}
 TIED = {**KEPT, "head.weight": EMBEDDING}
 NOTE = (
     "tied weights in b.bin: 'head.weight' is only in B, where it is the same tensor as "
-    "'embed.weight'; safetensors files store one key of a tie"
+    "'embed.weight'; safetensors files store only one key of tied weights"
 )
 
 

@@ -100,8 +100,8 @@ class NotATensorFile(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, a folder, "
-        "or another format"
+        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, an empty file, "
+        "a folder, or another format"
     )
 
     content: str
@@ -170,8 +170,8 @@ class UncheckedFile(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "the file was not checked: no library writes files this large, this deeply nested, "
-        "encrypted or packed"
+        "the file was not checked: it is encrypted or packed, or it is larger or more deeply "
+        "nested than any file that a library writes"
     )
 
     detail: str
@@ -262,11 +262,11 @@ class NoFormatMetadata(Finding, frozen=True):
     action = Action.ASK
     option = "--allow no-format-metadata"
     meaning = (
-        "the safetensors header lacks `format`; transformers refuses to load it (safetensors#549)"
+        "the safetensors header lacks `format`; transformers before 5 refuses it (safetensors#549)"
     )
 
     def __str__(self) -> str:
-        return f'{self.path}: the header has no "format", which transformers requires'
+        return f'{self.path}: the header has no "format", which transformers before 5 requires'
 
 
 class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
@@ -304,8 +304,8 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "a repair or an undo was killed halfway; the next one rolls it back, or in a store "
-        "finishes it"
+        "a repair or an undo was killed halfway; the next one rolls it back (in a store, it "
+        "finishes it)"
     )
 
     transaction: int
@@ -386,7 +386,7 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "the pickle needs a class or an opcode outside torch's weights_only list; torch.load "
-        "refuses it since 2.6"
+        "refuses it in torch 2.6 and later"
     )
 
     globals: tuple[str, ...]
@@ -452,7 +452,7 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a pickle with classes of transformers' Trainer; the Trainer loads it, a plain "
+        "a pickle with classes of transformers' Trainer; the Trainer loads it, but a plain "
         "`torch.load` refuses it"
     )
 
@@ -460,7 +460,7 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} needs {', '.join(self.globals[:3])}; the Trainer loads it, a plain "
+            f"{self.path} needs {', '.join(self.globals[:3])}; the Trainer loads it, but a plain "
             "torch.load refuses it"
         )
 

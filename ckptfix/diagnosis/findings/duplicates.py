@@ -61,8 +61,8 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
 
 
 WRONG_IF = (
-    "do not repair if the script prepares an equal model on purpose (a loss wrapper, or an EMA or "
-    "target network that is still an exact copy)"
+    "do not repair if the script prepares an identical model on purpose (a loss wrapper, or an EMA "
+    "or target network that is still an exact copy)"
 )
 """The case in which the default repair deletes what the script needs: it leaves the bytes of a
 second ``prepare``.
@@ -142,7 +142,7 @@ class ShiftedEntries(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.FIX
     meaning = (
-        "a duplicate shifted the numbers of later entries: the correct script loads the wrong "
+        "a duplicate shifted the numbers of later entries: a corrected script loads the wrong "
         "models"
     )
 
@@ -151,7 +151,7 @@ class ShiftedEntries(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} should be named {self.belongs}: duplicates before it raised its number "
+            f"{self.path} should be named {self.belongs}: earlier duplicates raised its number "
             f"by {self.positions}"
         )
 
@@ -163,8 +163,8 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "every key begins with the same wrapper more than once (`module.module.`), and nothing "
-        "shows that a single process saved it: the model was wrapped twice. For a `save_state` "
+        "every key begins with the same wrapper more than once (`module.module.`), and no file "
+        "shows that only one process saved it: the model was wrapped twice. For a `save_state` "
         "folder of one process, the code is `wrapper-prefix` (a note)"
     )
 
@@ -510,8 +510,8 @@ class DoubledStates(IdenticalStates, frozen=True):
     action = Action.FIX
     option = ""
     meaning = (
-        "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script "
-        "loads it into the optimizer of another model"
+        "an optimizer or scheduler was saved twice, next to a duplicate model: a corrected script "
+        "loads the duplicate into another model's optimizer or scheduler"
     )
 
     @property
@@ -542,8 +542,8 @@ class SurplusStates(IdenticalStates, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "a trained optimizer was saved twice, or there are more states than remaining models; "
-        "`load_state` matches by position and can load the state of one model into another"
+        "a trained optimizer was saved twice, or a repair would leave more states than models; "
+        "`load_state` matches by position and can give one model the state of another"
     )
 
     loads: tuple[PurePosixPath, ...]
@@ -581,7 +581,7 @@ class EntryGap(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--allow entry-gap"
     meaning = (
-        "a number is missing in a list of entries; Accelerate counts through the numbers, so it "
+        "a number is missing in a list of entries; Accelerate expects every number, so it "
         "fails or loads the wrong entries"
     )
 

@@ -436,8 +436,8 @@ class MismatchedNames(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of an optimizer have different wrappers than its model's keys, or differ among "
-        "themselves: they were renamed only in part"
+        "the wrappers of an optimizer's keys differ from those of its model's keys, or among "
+        "themselves: only some keys were renamed"
     )
 
     scope: str

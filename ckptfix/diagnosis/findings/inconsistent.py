@@ -680,7 +680,7 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "an optimizer stores its `step` in bf16 or fp16, which cannot count past 256 and 2,048: "
+        "an optimizer stores its `step` in bf16 or fp16, which cannot count past 256 or 2,048: "
         "after a load its updates have the wrong size. Only a note if the count still moves"
     )
 

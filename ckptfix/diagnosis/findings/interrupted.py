@@ -94,7 +94,7 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
         the rest.
         """
         if self.is_running:
-            return "check the checkpoint when the save has ended"
+            return f"check the checkpoint when the {self.of} has ended"
         if self.is_rest:
             return (
                 "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) "

@@ -331,8 +331,8 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "PEFT cannot load the adapter: its tensors have another rank than `adapter_config.json` "
-        "says (`size mismatch`), or `bias` in that file has a value that PEFT does not know"
+        "PEFT cannot load the adapter: its tensors do not have the rank in `adapter_config.json` "
+        "(`size mismatch`), or `bias` in that file has a value that PEFT does not know"
     )
 
     modules: int
@@ -396,7 +396,7 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "every `lora_B` of an adapter is zero, as before the first step: the adapter has no "
-        "effect. Only a note if no counter next to it shows that it was trained"
+        "effect. Only a note if no step count shows that it was trained"
     )
 
     parameter: str

@@ -96,7 +96,7 @@ class ChangedEntry(MisplacedEntry, frozen=True):
     @property
     def advice(self) -> str:
         """Advice as for ``MisplacedEntry``: only the script before the change surely fails."""
-        return f"with the script of its neighbours, {super().advice}"
+        return f"with the script that saved its neighbours, {super().advice}"
 
 
 class CopiedAverage(ChangedEntry, frozen=True):
@@ -107,7 +107,7 @@ class CopiedAverage(ChangedEntry, frozen=True):
         """Advice to bring both, unless the script began the average anew."""
         return (
             f"{self.effect}: copy both folders again from their source, or use an older "
-            "checkpoint. If the script began the average anew, ignore this"
+            "checkpoint. If the script restarted the average, ignore this"
         )
 
 
@@ -139,7 +139,7 @@ class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
         """Advice as for ``WrongState``, and the change of a script that explains it."""
         remedy = self.remedy or _right_file(self.path, "")
         return (
-            f"with the script of {self.script}, {self.effect}: {remedy}. If the script has changed "
+            f"with the script of {self.script}, {self.effect}: {remedy}. If the script changed "
             f"these modules after {self.script}, ignore this"
         )
 
@@ -345,7 +345,7 @@ class MixedCounts(MixedRates, frozen=True):
     severity = Severity.WARNING
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; the step counts of the two files do not match, either"
+        return f"{super().__str__()}; nor do the step counts of the two files match"
 
     @property
     def advice(self) -> str:

@@ -404,7 +404,7 @@ class OddIndex(Finding, frozen=True, kw_only=True):
             ),
             (
                 "all loaders get the same values; ckptfix migrate refuses such shards, and seal "
-                "covers them as files alone: load the model, and save it again"
+                "covers them only as files: load the model, and save it again"
                 if self.copied
                 else ""
             ),

@@ -71,7 +71,7 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     @property
     def _excuse(self) -> str:
         if self.between:
-            return f"the script itself went back to the values of {self.save}"
+            return f"the script itself restored the values of {self.save}"
         return "nothing was trained between the two saves"
 
     @property

@@ -109,7 +109,7 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "`config.json` disagrees with the tensors on the vocabulary, the hidden size or the number "
-        "of layers or experts, or with its own list `layer_types`, or a config disagrees with those "
+        "of layers or experts, or with its own `layer_types`, or a config disagrees with those "
         "of the neighbouring checkpoints: `from_pretrained` fails, leaves layers random, or loads a "
         "different model"
     )
@@ -190,8 +190,8 @@ class MissingModel(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "an optimizer has no model weights in its folder or below it, or there are no weights "
-        "for a model's config or for a component of a diffusers pipeline or of "
-        "sentence-transformers: the copy or save was cut short"
+        "for a model's config, a component of a diffusers pipeline, or a module of "
+        "sentence-transformers: the copy or save stopped early"
     )
 
     model: str = ""

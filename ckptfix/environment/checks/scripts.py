@@ -67,7 +67,7 @@ def wrapped_early(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "script-not-python",
-    "the script, or a notebook cell, is not Python that this version can read",
+    "this version of Python cannot parse the script or a notebook cell",
     ERROR,
 )
 def not_python(facts: Facts) -> Iterator[Said]:
@@ -165,7 +165,7 @@ def plain_backward(facts: Facts) -> Iterator[Said]:
             "loss.backward() instead of accelerator.backward(loss): gradients are too large with "
             "accumulation, and updates vanish with fp16; no error is raised",
             evidence=_shown(uses.backwards),
-            fix="call accelerator.backward(loss), unless the loss is of a model that is never passed to "
+            fix="call accelerator.backward(loss), unless the loss belongs to a model not passed to "
             "prepare(); at run time, ckptfix run SCRIPT warns about it",
         )
 

@@ -64,7 +64,7 @@ def other_python(facts: Facts) -> Iterator[Said]:
 
 
 @topic(
-    "python-too-old", "a package needs a newer Python (accelerate needs 3.10 since 1.11.0)", ERROR
+    "python-too-old", "a package needs a newer Python (accelerate 1.11.0 and later: 3.10)", ERROR
 )
 def python_too_old(facts: Facts) -> Iterator[Said]:
     """Compare what each package requires with this Python and that of the command."""

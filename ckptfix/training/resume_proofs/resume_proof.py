@@ -249,7 +249,7 @@ class _Proof:
             how = f"check that {' '.join(request.resume_arguments)} makes it resume {save.folder}"
         if not resumed or not any(one.entries for one in resumed):
             raise UsageError(
-                f"{request.script}: the resumed run made no step after the save at step "
+                f"{request.script}: the resumed run took no step after the save at step "
                 f"{save.number}; {how}, or train longer"
             )
         was_loaded = any(one.loads for one in resumed)
