@@ -34,10 +34,11 @@ _ADDED_LATER = frozenset(
 """Options that some version of torch added to an optimizer, so that an older file lacks them."""
 
 
-def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
+def optimizer_problem(state: Any, entry: Entry, target: Target, *, is_ordered: bool = False) -> str:
     """Return why an optimizer cannot take a state: class, groups, options, shapes of parameters.
 
-    Nothing of this stops torch, which then trains with another parameter's momentum.
+    Nothing of this stops torch, which then trains with another parameter's momentum. ``is_ordered``:
+    names have put the state into the order of this run, which is not that of the manifest.
     """
     if reason := class_problem(state, entry, target):
         return reason
@@ -70,7 +71,7 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
         return reason
     recorded = entry.recorded.keys if entry.recorded is not None else ""
     # All that tells where no state was saved.
-    if recorded and recorded != parameter_shapes(target.inner):
+    if recorded and not is_ordered and recorded != parameter_shapes(target.inner):
         return (
             "according to the manifest, its parameter shapes differ from those of this "
             "run's optimizer"
@@ -155,6 +156,9 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     )
     if lacking := sorted(ours - theirs):
         return f"it lacks {', '.join(map(str, lacking))}, so it was not saved from {target.what}"
+    counts = [len(rates) for rates in (state.get("base_lrs"), own.get("base_lrs")) if rates]
+    if len({*counts}) > 1:
+        return f"it has rates for {count_of(counts[0], 'param group')}, this run's optimizer {counts[1]}"
     if extra := sorted(theirs - ours):
         return f"it also has {', '.join(map(str, extra))}, so it was not saved from {target.what}"
     return ""

@@ -19,7 +19,7 @@ from ckptfix.checkpoint.entries import (
     model_entries,
     state_entries,
 )
-from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.roles import Role
@@ -45,6 +45,7 @@ from ckptfix.training.loading.models import plan_models, run_hooks
 from ckptfix.training.loading.states import (
     SavedStates,
     after_models,
+    by_names,
     is_hopeless,
     not_of_a_rank,
     plan_dataloaders,
@@ -100,9 +101,9 @@ def left_by(report: LoadReport) -> frozenset[str]:
     """Return the parts that a run state must leave as a load made them.
 
     A run state lists states by number. Where a load gave them to objects with other numbers, it
-    would undo that.
+    would undo that. The order of moments is that of this run already: another one would mix them.
     """
-    left = {one.part.value for one in report.components if is_left(one)}
+    left = {one.part.value for one in report.components if is_left(one)} | {Part.OPTIMIZERS.value}
     for one in report.components:
         numbers = {
             parsed.index for name in one.files if (parsed := parse_file_name(name)) is not None
@@ -231,9 +232,11 @@ def _plan_before_hooks(
     if accelerator._load_model_state_pre_hook:
         trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
         for offer in (optimizers, schedulers, custom):
-            # Which moments a model that is loaded in part leaves in use is known only after the
-            # hooks.
-            depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Requirement.PARTIAL
+            # Which moments a model that is loaded in part leaves in use, and which names parameters
+            # have, is known only after the hooks.
+            depends = offer.part is Part.OPTIMIZERS and (
+                draft.policy.models is Requirement.PARTIAL or (root / run_state_name(0)).exists()
+            )
             if not depends and is_hopeless(trial, offer):
                 plan_states(trial, root, offer)
         stop_if_failed(trial, root)
@@ -253,14 +256,20 @@ def _plan(
         for target in distinct(left):
             draft.ignore(Part.MODELS, target)
         placed = Placement(part=Part.MODELS)
+        named = [(target.index, target.thing) for target in distinct(accelerator._models)]
     else:
         entries, targets = model_entries(folder, manifest), model_targets(left, accelerator._models)
         placed = plan_models(draft, root, entries, targets, accelerator.device)
+        named = [
+            (placed.entries[position].index, placed.targets[number].thing)
+            for number, position in placed.pairs.items()
+        ]
 
     def models_of() -> Owners:
         models = [target.thing for target in placed.targets]
         return held_models([target.thing for target in optimizers.targets], models)
 
+    optimizers = by_names(root, optimizers, named)
     optimizers = after_models(draft, root, optimizers, placed, models_of)
     driving = plan_states(draft, root, optimizers, placed, models_of)
 

@@ -1,10 +1,12 @@
-"""Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its
-own.
+"""Moments of optimizers by the names of their parameters.
 
 An optimizer's file numbers parameters in the order in which the run that saved gave them to it. A
-layer that is new in the middle of a model shifts all numbers behind it. So moments go by name:
-``param_names`` of the file, or the names that a guarded save records. Where the checkpoint has
-neither, they start empty.
+``set`` of them has another order in each process, and a layer that is new in the middle of a model
+shifts all numbers behind it. So moments go by name: ``param_names`` of the file, or the names that
+a guarded save records. Where the checkpoint has neither, they go by position, and those of a model
+that is loaded in part start empty.
+
+Param groups are never exchanged: a scheduler has its rates in the order of the groups.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,10 @@ from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.training.loading.assignment import Placement
 from ckptfix.training.loading.checking import SHAPED, class_problem, options_problem
 from ckptfix.training.loading.targets import ModelTarget, Target
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, list_names, series
+
+Named = Sequence[tuple[int, Any]]
+"""Models of this run that are loaded, each with the position of its entry in the checkpoint."""
 
 Number = tuple[int, int]
 """Group and position in the group of a parameter."""
@@ -44,6 +49,53 @@ class CarriedMoments(Struct, frozen=True, kw_only=True):
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
     reason: str
+
+
+def in_own_order(
+    root: Path, state: Any, entry: Entry, target: Target, named: Named
+) -> tuple[Any, str]:
+    """Return a state with the parameters in the order of this run, where names tell it; and why it
+    does not suit this run, "" where it may. Raises OSError.
+    """
+    optimizer = target.inner
+    if class_problem(state, entry, target) or not isinstance(optimizer, torch.optim.Optimizer):
+        return state, ""
+    groups = state["param_groups"]
+    sizes, own_sizes = (
+        [len(group["params"]) for group in each] for each in (groups, optimizer.param_groups)
+    )
+    names = _saved_names(root, entry, groups)
+    if sizes != own_sizes or not names:
+        return state, ""
+    own: dict[int, list[Name]] = {}
+    for position, model in named:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            own.setdefault(id(parameter), []).append((position, name))
+    pairs = _pairs(names, optimizer, own)
+    moved = [(mine, source) for mine, source in pairs.items() if mine != source]
+    if not moved:
+        return state, ""
+    for (group, _), source in moved:
+        if group != source[0]:
+            return state, (
+                f"param group {group}: {names[source][1]!r} is in param group {source[0]} of the "
+                "checkpoint; next: give the optimizer its param groups as in the run that saved it"
+            )
+    if len(pairs) < sum(sizes):
+        return state, (
+            f"param group {moved[0][0][0]}: {names[moved[0][1]][1]!r} has another position in the "
+            "checkpoint, and this run does not have all of its names"
+        )
+    ordered = []
+    for number, group in enumerate(groups):
+        places = [pairs[number, place][1] for place in range(sizes[number])]
+        lists = {
+            key: [group[key][place] for place in places]
+            for key in ("params", "param_names")
+            if len(group.get(key) or ()) == len(places)
+        }
+        ordered.append({**group, **lists})
+    return {**state, "param_groups": ordered}, ""
 
 
 def carry(
@@ -76,16 +128,18 @@ def carry(
 def _saved_names(
     root: Path, entry: Entry, groups: Sequence[Mapping[str, Any]]
 ) -> dict[Number, Name]:
-    """Return the names of saved parameters, by ``param_names`` or by the guarded save; {} without
+    """Return the names of saved parameters, by the guarded save or by ``param_names``; {} without
     either.
+
+    A script may give ``param_names`` that begin anew in each group: weight, bias, weight, bias.
     """
     sizes = [len(group["params"]) for group in groups]
+    is_one_file = len(entry.files) == 1
+    recorded = parameter_names(root, entry.files[0], entry.index) if is_one_file else None
     given = [[(None, str(name)) for name in group.get("param_names") or ()] for group in groups]
-    named: Sequence[Sequence[Name]] | None = given
-    if list(map(len, given)) != sizes:
-        is_one_file = len(entry.files) == 1
-        named = parameter_names(root, entry.files[0], entry.index) if is_one_file else None
-    if named is None or list(map(len, named)) != sizes:
+    candidates: tuple[Sequence[Sequence[Name]], ...] = (recorded or (), given)
+    named = next((each for each in candidates if list(map(len, each)) == sizes), None)
+    if named is None:
         return {}
     return {
         (number, place): name
@@ -158,6 +212,13 @@ def _carried(
     unsure: list[str] = []
     taken = set()
     total = 0
+    is_alike = len(saved) == len(optimizer.param_groups)
+    divided = _divided(
+        (mine, source)
+        for mine, source in pairs.items()
+        if id(optimizer.param_groups[mine[0]]["params"][mine[1]]) in loaded
+    )
+    kept: list[int] = []
     for g, group in enumerate(optimizer.param_groups):
         sources = set()
         for place, parameter in enumerate(group["params"]):
@@ -176,11 +237,18 @@ def _carried(
             if total + place not in found and isinstance(optimizer, torch.optim.Adagrad):
                 # It makes its state when it is made.
                 found[total + place] = dict(optimizer.state[parameter])
-        # With other groups in the file, its options count where all of this group come from one.
-        is_alike = len(saved) == len(optimizer.param_groups)
+        # With as many groups in the file, options go by position. With others they count where one
+        # group of the file became this one, and no second one.
+        if is_alike and sources - {g}:
+            return (
+                f"param group {g} has parameters of param group {min(sources - {g})} of the "
+                "checkpoint; next: give the optimizer its param groups as in the run that saved it"
+            )
         theirs = g if is_alike else next(iter(sources)) if len(sources) == 1 else None
+        theirs = None if theirs in divided else theirs
         if theirs is not None and (reason := options_problem(saved[theirs], optimizer)):
             return f"param group {theirs}: {reason}"
+        kept += [g] if theirs is None and sources else []
         options = dict(group if theirs is None else saved[theirs])
         options["params"] = list(range(total, total + len(group["params"])))
         options.pop("param_names", None)
@@ -205,6 +273,12 @@ def _carried(
             "start empty because their moments cannot be identified with certainty: "
             f"{list_names(unsure)}"
         )
+    if kept:
+        words.append(
+            f"options of param {'group' if len(kept) == 1 else 'groups'} "
+            f"{series(list(map(str, kept)))} stay as in this run, because the checkpoint has other "
+            "groups"
+        )
     if unused:
         words.append(f"moments of {count_of(len(unused), 'saved parameter')} unused")
     return CarriedMoments(
@@ -214,6 +288,14 @@ def _carried(
         unused=unused,
         reason="; ".join(words),
     )
+
+
+def _divided(pairs: Iterable[tuple[Number, Number]]) -> frozenset[int]:
+    """Return the param groups of the checkpoint whose parameters are in several of this run."""
+    owners: dict[int, set[int]] = {}
+    for (mine, _), (theirs, _) in pairs:
+        owners.setdefault(theirs, set()).add(mine)
+    return frozenset(theirs for theirs, groups in owners.items() if len(groups) > 1)
 
 
 def _shape_of(moments: Any) -> tuple[int, ...] | None:

@@ -32,10 +32,10 @@ from ckptfix.training.loading.assignment import (
     undecided,
     went_elsewhere,
 )
-from ckptfix.training.loading.checking import random_problem, scaler_problem
+from ckptfix.training.loading.checking import optimizer_problem, random_problem, scaler_problem
 from ckptfix.training.loading.draft import Draft, LoadState, SetRandom, SetSampler, SetStep
 from ckptfix.training.loading.load_report import LoadError, Part, Requirement, Status
-from ckptfix.training.loading.moments import CarriedMoments, carry
+from ckptfix.training.loading.moments import CarriedMoments, Named, carry, in_own_order
 from ckptfix.training.loading.targets import Target
 from ckptfix.wording import Brief, count_of
 
@@ -52,8 +52,8 @@ class SavedStates(Brief, Struct, frozen=True, kw_only=True):
     ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores
     the part.
 
-    Of optimizers: ``carried`` are the states to load instead of those that are saved, by entry and
-    target; ``withheld`` says of a target why it gets nothing, whatever fits it; ``remark`` is added
+    Of optimizers: ``ordered`` and ``carried`` are the states to load instead of those that are
+    saved, by entry and target; ``withheld`` says of a target why it gets nothing, whatever fits it; ``remark`` is added
     to what is said of all others.
     """
 
@@ -63,6 +63,7 @@ class SavedStates(Brief, Struct, frozen=True, kw_only=True):
     states: list[Any] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     reasons: list[list[str]] = field(default_factory=list)
+    ordered: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     carried: Mapping[tuple[int, int], CarriedMoments] = field(default_factory=dict)
     withheld: Mapping[int, str] = field(default_factory=dict)
     remark: str = ""
@@ -96,6 +97,22 @@ def is_hopeless(draft: Draft, offer: SavedStates) -> bool:
     return len(fitting) < len(offer.targets) or any(
         all(column) for column in zip(*fitting, strict=True)
     )
+
+
+def by_names(root: Path, offer: SavedStates, named: Named) -> SavedStates:
+    """Return what optimizers may get where names tell the order of their parameters. Raises
+    OSError.
+    """
+    ordered: dict[tuple[int, int], Any] = {}
+    reasons = [list(row) for row in offer.reasons]
+    for position, row in enumerate(reasons):
+        entry, saved = offer.entries[position], offer.states[position]
+        for number, target in enumerate(offer.targets if not offer.problems[position] else ()):
+            state, reason = in_own_order(root, saved, entry, target, named)
+            if reason or state is not saved:
+                row[number] = reason or optimizer_problem(state, entry, target, is_ordered=True)
+                ordered[position, number] = state
+    return replace(offer, reasons=reasons, ordered=ordered)
 
 
 def after_models(
@@ -213,7 +230,9 @@ def plan_states(
             "moved from another position" + (f", with {names}" if names else "") if moved else "",
             offer.remark,
         )
-        state = carried.state if carried else offer.states[position]
+        state = offer.ordered.get((position, number), offer.states[position])
+        if carried:
+            state = carried.state
         draft.do(
             part,
             LoadState(thing=target.thing, state=state),

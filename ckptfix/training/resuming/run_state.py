@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -473,7 +474,7 @@ def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[s
         step = accelerator.step = state["step"] if goes_on else 0
         checks.append(("accelerator.step", step, lambda: accelerator.step))
     if "optimizers" not in left and accelerator.distributed_type not in SHARDED:
-        _order_moments(accelerator, main["parameters"])
+        problems += _order_moments(accelerator, main["parameters"])
     if "schedulers" not in left:
         saved, there = state["unprepared"], _unprepared_schedulers(accelerator)
         wanted = [(one["optimizer"], one["type"]) for one in saved]
@@ -544,10 +545,12 @@ def _restore_gradients(accelerator: Any, gradients: Mapping[str, torch.Tensor]) 
     )
 
 
-def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -> None:
+def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     """Give each parameter the moments of its name: optimizer.bin has them in the order of the
-    saving rank 0. ``saved``: the names in that order, by optimizer and group.
+    saving rank 0. ``saved``: the names in that order, by optimizer and group. Return the optimizers
+    whose parameters have changed their groups, which nothing mends: options and rates go with them.
     """
+    problems: list[str] = []
     now = _parameter_names(accelerator)
     optimizers = [
         one
@@ -555,10 +558,15 @@ def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -
         if isinstance(one, torch.optim.Optimizer)
     ]
     if len(saved) != len(now):
-        return
-    for optimizer, before, after in zip(optimizers, saved, now, strict=True):
+        return problems
+    for number, (optimizer, before, after) in enumerate(zip(optimizers, saved, now, strict=True)):
         is_same = [sorted(group) for group in before] == [sorted(group) for group in after]
         is_named = all("" not in group and len(set(group)) == len(group) for group in before)
+        if is_named and not is_same and sorted(chain(*before)) == sorted(chain(*after)):
+            problems.append(
+                f"optimizer {number}: its parameters are in other param groups than in the save, so "
+                "moments and options went to other parameters"
+            )
         if before == after or not is_same or not is_named:
             continue  # under other names, the position alone says whose they are
         for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
@@ -569,6 +577,7 @@ def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -
             for name, parameter in zip(new, group["params"], strict=True):
                 if loaded[name] is not None:
                     optimizer.state[parameter] = loaded[name]
+    return problems
 
 
 def _positions(state: State, random: GeneratorStates) -> list[Position | str]:

@@ -1,0 +1,222 @@
+"""Moments go to the parameters of their names, whatever the order in which a run gives them."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy
+from ckptfix.training.loading.load_state import load_state_tolerant
+from tests.training.loading_runs import reset
+
+PARTIAL = LoadPolicy(models="partial")  # type: ignore[arg-type]
+STEPS = 3
+
+
+class Layers(nn.Module):  # type: ignore[misc]
+    """Layers of these names and widths in this order, one behind the other."""
+
+    def __init__(self, names: str, *, head: int = 0, width: int = 3) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(width, width))
+        if head:
+            self.head = nn.Linear(width, head)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+def in_groups(*names: str, named: bool = False) -> Groups:
+    """Return groups of the layers with these letters, each with a rate of its own."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        rates = {"a": 0.1, "b": 0.2, "c": 0.3, "h": 0.4}
+        made = []
+        for letters in names:
+            layers = [layer for name, layer in model.named_children() if name[0] in letters]
+            # As a script writes it: the names of a part begin anew in each group.
+            given = [
+                pair if named else pair[1] for layer in layers for pair in layer.named_parameters()
+            ]
+            made.append({"params": given, "lr": rates[letters[0]]})
+        return made
+
+    return groups
+
+
+def run_of(*pairs: tuple[nn.Module, Any], schedule: bool = False) -> Any:
+    """Return a guarded accelerator with these models and optimizers."""
+    reset()
+    accelerator = ckptfix.Accelerator(cpu=True)
+    models, optimizers = zip(*pairs, strict=True)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 5) for one in optimizers if schedule]
+    accelerator.prepare(*models, *optimizers, *schedulers)
+    return accelerator
+
+
+def trained(accelerator: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Train and save; return the first moments by the number of the model and the name."""
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = sum(model(torch.randn(4, 3)).square().sum() for model in accelerator._models)
+        accelerator.backward(loss)
+        for optimizer in accelerator._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(str(folder))
+    return moments(accelerator)
+
+
+def moments(accelerator: Any) -> dict[str, torch.Tensor]:
+    state = {
+        id(parameter): values["exp_avg"].clone()
+        for optimizer in accelerator._optimizers
+        for parameter, values in optimizer.optimizer.state.items()
+    }
+    return {
+        f"{number}.{name}": state[id(parameter)]
+        for number, model in enumerate(accelerator._models)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in state
+    }
+
+
+def assert_by_name(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def loaded(accelerator: Any, folder: Path, policy: LoadPolicy = PARTIAL) -> str:
+    """Load, and return the report in words."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return str(load_state_tolerant(accelerator, folder, policy=policy))
+
+
+def adam(model: nn.Module, parameters: Sequence[Any] = ()) -> Any:
+    return torch.optim.AdamW(list(parameters) or list(model.parameters()), lr=0.1)
+
+
+def test_a_partial_load_orders_moments_once(tmp_path: Path) -> None:
+    """They were ordered by name in the load, and once more by the run state."""
+    old = Layers("abc", head=2)
+    wanted = trained(run_of((old, adam(old))), tmp_path / "c")
+    new = Layers("cab", head=5)
+    accelerator = run_of((new, adam(new)))
+    assert "matched by name" in loaded(accelerator, tmp_path / "c")
+    found = moments(accelerator)
+    assert len(found) == 6
+    assert_by_name(found, wanted)
+
+
+def test_an_optimizer_that_fails_leaves_the_order_of_the_others(tmp_path: Path) -> None:
+    models = [Layers("abc"), Layers("a", width=3)]
+    wanted = trained(run_of(*((model, adam(model)) for model in models)), tmp_path / "c")
+    models = [Layers("cab"), Layers("a")]
+    accelerator = run_of(
+        (models[0], adam(models[0])), (models[1], torch.optim.SGD(models[1].parameters()))
+    )
+    policy = LoadPolicy(optimizers="warn")  # type: ignore[arg-type]
+    assert "optimizers 1 (SGD) failed" in loaded(accelerator, tmp_path / "c", policy)
+    assert_by_name(moments(accelerator), wanted)
+
+
+def test_optimizers_that_move_are_ordered_too(tmp_path: Path) -> None:
+    models = [Layers("abc"), Layers("a", head=4)]
+    saved = trained(run_of(*((model, adam(model)) for model in models)), tmp_path / "c")
+    wanted = {f"{1 - int(name[0])}{name[1:]}": value for name, value in saved.items()}
+    models = [Layers("a", head=4), Layers("abc")]
+    backwards = list(models[1].parameters())[::-1]
+    accelerator = run_of((models[0], adam(models[0])), (models[1], adam(models[1], backwards)))
+    load_state_tolerant(accelerator, tmp_path / "c")
+    found = moments(accelerator)
+    assert len(found) == len(wanted)
+    assert_by_name(found, wanted)
+
+
+def test_a_full_load_orders_parameters_of_several_shapes(tmp_path: Path) -> None:
+    """The guarded load_state did; the tolerant one refused, by the shapes and by the manifest."""
+    old = Layers("ab", head=2)
+    wanted = trained(run_of((old, adam(old))), tmp_path / "c")
+    new = Layers("ab", head=2)
+    accelerator = run_of((new, adam(new, list(new.parameters())[::-1])))
+    report = load_state_tolerant(accelerator, tmp_path / "c")
+    assert report.is_complete
+    assert report.inexact == ()
+    assert_by_name(moments(accelerator), wanted)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("head", [0, 5])
+def test_groups_in_another_order_are_refused(tmp_path: Path, named: bool, head: int) -> None:
+    """Moments, rates and schedules went to other parameters, and the report called them restored."""
+    sizes = {"head": 2} if head else {}
+    old = Layers("ab", **sizes)
+    groups = in_groups("ab", "h", named=named) if head else in_groups("a", "b", named=named)
+    trained(run_of((old, torch.optim.AdamW(groups(old)))), tmp_path / "c")
+    new = Layers("ab", **({"head": head} if head else {}))
+    optimizer = torch.optim.AdamW(groups(new)[::-1])
+    before = [group["lr"] for group in optimizer.param_groups]
+    accelerator = run_of((new, optimizer))
+    policy = PARTIAL if head else None
+    with pytest.raises(
+        LoadError, match=r"param group \d of the checkpoint; next: give the optimizer"
+    ):
+        load_state_tolerant(accelerator, tmp_path / "c", policy=policy)
+    assert moments(accelerator) == {}
+    assert [group["lr"] for group in optimizer.param_groups] == before
+
+
+def test_a_guarded_load_tells_that_groups_are_in_another_order(tmp_path: Path) -> None:
+    groups = in_groups("a", "b")
+    old = Layers("ab")
+    trained(run_of((old, torch.optim.AdamW(groups(old)))), tmp_path / "c")
+    new = Layers("ab")
+    accelerator = run_of((new, torch.optim.AdamW(groups(new)[::-1])))
+    with pytest.warns(UserWarning, match="not bit-exact: optimizer 0: its parameters are in other"):
+        accelerator.load_state(str(tmp_path / "c"))
+
+
+def test_rates_of_a_group_that_was_divided_stay_as_in_this_run(tmp_path: Path) -> None:
+    """The rate of the one old group replaced those of the script, and nothing said so."""
+    old = Layers("ab", head=2)
+    trained(run_of((old, adam(old))), tmp_path / "c")
+    new = Layers("ab", head=5)
+    optimizer = torch.optim.AdamW(in_groups("a", "b", "h")(new))
+    before = [group["lr"] for group in optimizer.param_groups]
+    accelerator = run_of((new, optimizer))
+    said = loaded(accelerator, tmp_path / "c")
+    assert "options of param groups 0 and 1 stay as in this run" in said
+    assert [group["lr"] for group in optimizer.param_groups] == before
+    assert len(moments(accelerator)) == 4
+
+
+def test_a_new_group_leaves_the_rate_of_the_old_one(tmp_path: Path) -> None:
+    old = Layers("ab", head=2)
+    wanted = trained(run_of((old, torch.optim.AdamW(in_groups("abh")(old)))), tmp_path / "c")
+    new = Layers("ab", head=5)
+    optimizer = torch.optim.AdamW(in_groups("h", "b", "a")(new)[:1] + in_groups("ba")(new))
+    accelerator = run_of((new, optimizer))
+    assert "matched by name" in loaded(accelerator, tmp_path / "c")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1]
+    assert_by_name(moments(accelerator), wanted)
+
+
+def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
+    old = Layers("ab", head=2)
+    trained(run_of((old, adam(old)), schedule=True), tmp_path / "c")
+    new = Layers("ab", head=5)
+    accelerator = run_of((new, torch.optim.AdamW(in_groups("ab", "h")(new))), schedule=True)
+    with pytest.raises(LoadError, match="it has rates for 1 param group, this run's optimizer 2"):
+        load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
