@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate
+from ckptfix.cli import run
 from ckptfix.conversion import producing, streaming
 from ckptfix.conversion.proving import prove_copies
 from ckptfix.storage import staged
@@ -363,6 +364,30 @@ def test_a_copy_of_another_run_is_proven_again(tmp_path: Path, text: str, byte: 
     (other / "notes.txt").write_text(text)
     with pytest.raises(OperationError, match=rf"notes\.txt differs .* from byte {byte} on"):
         prove_copies(one, other, [PurePosixPath("notes.txt")], None, executor)
+
+
+def test_a_new_file_that_somebody_changed_meanwhile_is_written_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is noted: a run that believed the note would leave the file out."""
+    work = source.parent
+    arguments = [
+        "migrate", str(source / "model.safetensors"), str(work / "b"), "--to", "safetensors",
+        "--max-shard-size", "4KB", "--partial", str(work / "partial"),
+    ]  # fmt: skip
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.conversion.migrate.prove_model", interrupt)
+        assert run(arguments) == 130
+    (index,) = work.glob(".ckptfix-*/new/model.safetensors.index.json")
+    expected = index.read_bytes()
+    index.write_bytes(expected + b" ")
+    assert run(arguments) == 0
+    assert (work / "b" / index.name).read_bytes() == expected
+    assert sorted(os.listdir(work)) == ["a", "b"]
 
 
 def test_a_read_only_place_is_an_error(source: Path) -> None:
