@@ -170,10 +170,11 @@ def test_a_manifest_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     assert "not a regular file" in str(incomplete(tmp_path))
 
 
-def test_missing_files_are_named_with_both_sizes(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"123")
+@pytest.mark.parametrize("size", [3, 5])
+def test_missing_files_are_named_with_both_sizes(tmp_path: Path, size: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(size))
     assert missing_files(tmp_path, make()) == [
-        "model.safetensors has 3 bytes (expected 4, as saved)",
+        f"model.safetensors has {size} bytes (expected 4, as saved)",
         "sub/part.bin is missing",
     ]
 

@@ -20,6 +20,9 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
+from ckptfix import seal
+from ckptfix.cli import run as run_here
+from tests.repairs.refused import nobody_may_read
 from tests.sampling import is_exhaustive, one_of
 
 pytestmark = pytest.mark.slow
@@ -825,6 +828,20 @@ def test_the_last_command_does_what_shares_have_not_done(tmp_path: Path) -> None
     assert missing == ["1/3", "2/3"]
     assert (folder / MANIFEST).read_bytes() == (alone / MANIFEST).read_bytes()
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+def test_results_stay_where_a_file_could_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    seal(folder)
+    tmp_path.chmod(0o777)
+    arguments = ["verify", str(folder), "--partial", str(tmp_path / "partial")]
+    with nobody_may_read(folder / "model-00001-of-00002.safetensors"):
+        assert run_here(arguments) == 3
+    assert run_here(arguments) == 0
+    assert "ckptfix: resuming: " in capsys.readouterr().err
+    assert not (tmp_path / "partial").exists()
 
 
 @pytest.mark.parametrize("where", ["the results", "the checkpoint", "nothing"])

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate
+from ckptfix.cli import run
 from ckptfix.conversion import producing, streaming
 from ckptfix.conversion.proving import prove_copies
 from ckptfix.storage import staged
@@ -351,7 +352,8 @@ def test_a_carried_file_that_changes_is_found(
     assert os.listdir(source.parent) == ["a"]
 
 
-def test_a_copy_of_another_run_is_proven_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "byte"), [("MINE", 0), ("minE", 3)])
+def test_a_copy_of_another_run_is_proven_again(tmp_path: Path, text: str, byte: int) -> None:
     """The run before proved its copy; this one copied once more, on a disk that is failing."""
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
@@ -359,9 +361,33 @@ def test_a_copy_of_another_run_is_proven_again(tmp_path: Path) -> None:
         (folder / "notes.txt").write_text("mine")
     executor = Remembering(PartialResults(tmp_path / "partial"), lambda words: None)
     prove_copies(one, other, [PurePosixPath("notes.txt")], None, executor)
-    (other / "notes.txt").write_text("MINE")
-    with pytest.raises(OperationError, match=r"notes\.txt differs from its copy from byte 0 on"):
+    (other / "notes.txt").write_text(text)
+    with pytest.raises(OperationError, match=rf"notes\.txt differs .* from byte {byte} on"):
         prove_copies(one, other, [PurePosixPath("notes.txt")], None, executor)
+
+
+def test_a_new_file_that_somebody_changed_meanwhile_is_written_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is noted: a run that believed the note would leave the file out."""
+    work = source.parent
+    arguments = [
+        "migrate", str(source / "model.safetensors"), str(work / "b"), "--to", "safetensors",
+        "--max-shard-size", "4KB", "--partial", str(work / "partial"),
+    ]  # fmt: skip
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.conversion.migrate.prove_model", interrupt)
+        assert run(arguments) == 130
+    (index,) = work.glob(".ckptfix-*/new/model.safetensors.index.json")
+    expected = index.read_bytes()
+    index.write_bytes(expected + b" ")
+    assert run(arguments) == 0
+    assert (work / "b" / index.name).read_bytes() == expected
+    assert sorted(os.listdir(work)) == ["a", "b"]
 
 
 def test_a_read_only_place_is_an_error(source: Path) -> None:

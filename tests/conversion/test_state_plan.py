@@ -653,6 +653,7 @@ def test_without_verification_it_says_so(tmp_path: Path) -> None:
         (lambda state: state["state"]["0.weight"]["exp_avg"].add_(1), "'0.weight/exp_avg' differs from what was read"),
         (lambda state: state["state"]["0.weight"].update(step=torch.tensor(9.0)), "0.weight/step is 9.0 (expected 3"),
         (lambda state: state["param_groups"][1].update(weight_decay=0.5), "'weight_decay' of param group 1 is 0.5"),
+        (lambda state: state["param_groups"][0].update(extra=5), "'extra' of param group 0 is 5 (expected None)"),
         (lambda state: state["state"]["2.bias"].pop("exp_avg_sq"), "'2.bias/exp_avg_sq' is missing"),
         (lambda state: state["param_groups"][0]["params"].reverse(), "its param groups list different parameters"),
     ],

@@ -77,6 +77,17 @@ def test_tensors_of_other_layouts_are_compared_by_their_parts(layout: str) -> No
     assert deviation(one, other).difference > 0
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "is_equal"),
+    [("nan", "2", False), ("nan", "inf", False), ("inf", "-inf", False), ("nan", "nan", True)],
+)
+def test_what_is_not_finite_is_far_from_all_but_itself(
+    left: str, right: str, is_equal: bool
+) -> None:
+    near, far = torch.tensor([1.0, float(left)]), torch.tensor([1 + 1e-6, float(right)])
+    assert deviation({"a": near}, {"a": far}).is_within is is_equal
+
+
 def test_complex_outputs_have_a_distance() -> None:
     one = torch.tensor([1 + 2j])
     assert deviation({"a": one}, {"a": one * (1 + 1e-6)}).is_within

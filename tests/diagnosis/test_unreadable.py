@@ -119,6 +119,21 @@ def test_a_folder_that_may_hold_a_model_and_may_not_be_listed(tmp_path: Path) ->
         assert f"chmod a+rx {hidden}" in report.unfinished[0]
 
 
+def test_a_file_of_a_model_below(folder: Path) -> None:
+    (folder / "model_1.safetensors").unlink()
+    (folder / "unet").mkdir()
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(folder / "model.safetensors", weights)
+    config = {"_class_name": "UNet2DModel", "_diffusers_version": "0.30"}
+    (weights.parent / "config.json").write_text(json.dumps(config))
+    assert check(folder).status == 0
+    with nobody_may_read(weights):
+        report = check(folder)
+    assert report.status == 3
+    assert report.unfinished == ()
+    assert f"chmod a+r {weights}" in report.all_unfinished[0]
+
+
 def test_recursive_names_folders_that_may_not_be_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

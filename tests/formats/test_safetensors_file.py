@@ -150,6 +150,14 @@ _LIKE_THE_REFERENCE = {
         "nested too deeply",
     ),
     "125 levels of objects": (texts('"x":' + '{"k":' * 125 + "1" + "}" * 125 + f",{_PLAIN}"), ""),
+    "a byte of two tensors": (
+        made({"a": entry(0, 4), "b": entry(3, 6)}, bytes(6)),
+        "the bytes of 'b' overlap the data before",
+    ),
+    "a byte of no tensor": (
+        made({"a": entry(0, 3), "b": entry(4, 6)}, bytes(6)),
+        "the bytes of 'b' leave a gap",
+    ),
     "an integer of 308 digits": (texts(f'"x":{"9" * 308},{_PLAIN}'), ""),
     "an integer of 310 digits": (texts(f'"x":[-{"9" * 310}],{_PLAIN}'), "larger than any float"),
 }

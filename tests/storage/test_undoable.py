@@ -143,6 +143,18 @@ def later_edits(root: Path) -> dict[str, tuple[Edit, ...]]:
     }
 
 
+def test_a_range_of_several_parts_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a file of gigabytes, whose parts of 64 MiB have digests of their own."""
+    monkeypatch.setattr("ckptfix.storage.recipes.SEGMENT", 1 << 20)
+    root = make_long(tmp_path / "folder")
+    old = snapshot(root)
+    do(root, (drop_long(root),))
+    undo_last(root)
+    assert snapshot(root) == old
+
+
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("then", THEN)
 def test_undo_refuses_when_a_byte_changed_that_it_would_restore(

@@ -22,7 +22,10 @@ def cut(path: Path, shape: "tuple[int, ...]", cuts: "list[list[int]]") -> "tuple
     tiles, data = [], b""
     for box in itertools.product(*[itertools.pairwise(places) for places in cuts]):
         part = whole[tuple(slice(*one) for one in box)].tobytes()
-        where = Contiguous((Piece(path, len(data), len(part)),))
+        half = len(part) // 2
+        where = Contiguous(
+            (Piece(path, len(data), half), Piece(path, len(data) + half, len(part) - half))
+        )
         tiles.append(
             Tile(tuple(one[0] for one in box), tuple(one[1] - one[0] for one in box), where)
         )

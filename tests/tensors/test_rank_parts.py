@@ -205,6 +205,15 @@ def test_files_of_an_earlier_save_overlap(tmp_path: Path) -> None:
     assert "files of an earlier save may be left in the folder" in str(finding)
 
 
+def test_halves_of_two_dtypes_are_no_tensor(tmp_path: Path) -> None:
+    whole = numbers(4, 3)
+    save_part(tmp_path / "c", 0, {"w": ([0, 0], whole[:2])})
+    save_part(tmp_path / "c", 1, {"w": ([2, 0], whole[2:].to(torch.bfloat16))})
+    report = check(tmp_path / "c")
+    assert [finding.code for finding in report.findings] == ["incomplete-tensor"]
+    assert "its parts have different dtypes (F32 and BF16)" in str(report)
+
+
 @pytest.mark.parametrize(
     "places",
     [

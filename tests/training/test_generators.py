@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import Struct
+from torch.utils.data import DataLoader
 
 from ckptfix.training.resuming.generators import (
     GeneratorStates,
@@ -24,6 +25,7 @@ from ckptfix.training.resuming.generators import (
     set_state,
     state_of,
 )
+from ckptfix.training.resuming.worker_states import ReportedBatch, Workers
 
 
 class Record(Struct):
@@ -54,6 +56,19 @@ def test_global_generators_go_on_where_they_were() -> None:
     assert draws() == expected
     restore(before)
     assert first_difference(before, capture()) is None
+
+
+def test_the_generators_of_workers_are_those_before_the_next_batch() -> None:
+    """Workers have made batches that the script has not got."""
+    base, workers = DataLoader(list(range(12)), num_workers=2), Workers()
+    with workers.reporting(base, 0, 1, states=None):
+        pass
+    for number in range(6):
+        workers.unwrap(ReportedBatch(None, {"worker": number % 2, "after": number}), number)
+    for number, expected in ((4, {0: 2, 1: 3}), (5, {0: 4, 1: 3}), (6, {0: 4, 1: 5})):
+        states = workers.within(base, number)
+        assert states is not None
+        assert {worker: told["after"] for worker, told in states.states.items()} == expected
 
 
 def test_what_is_not_a_state_is_refused() -> None:

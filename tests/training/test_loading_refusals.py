@@ -187,6 +187,18 @@ def test_numbers_do_not_change_their_kind(tmp_path: Path) -> None:
     )
 
 
+def test_numbers_are_no_mask(tmp_path: Path) -> None:
+    mask = torch.tensor([2, 0])
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2), "mask": mask}, _made(tmp_path))
+    model = nn.Linear(3, 2)
+    model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    refused(
+        make_run(model, optimizer=None),
+        tmp_path / "c",
+        r"'mask': the dtype is int64 in the file, bool in the model",
+    )
+
+
 def _made(tmp_path: Path) -> Path:
     (tmp_path / "c").mkdir()
     return tmp_path / "c" / "model.safetensors"

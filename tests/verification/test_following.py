@@ -122,6 +122,27 @@ def test_what_a_save_recorded_follows(tmp_path: Path) -> None:
     }
 
 
+def test_an_optimizer_follows_a_duplicate_to_the_new_place_of_its_model(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(FIXTURES / "student-teacher-wrapper-bin" / "checkpoint", folder)
+    shutil.copy(folder / "pytorch_model_2.bin", folder / "pytorch_model_3.bin")
+    models = tuple(
+        ManifestEntry(index=index, file=f"pytorch_model{end}.bin", type="")
+        for index, end in enumerate(("", "_1", "_2", "_3"))
+    )
+    optimizer = ManifestEntry(index=0, file="optimizer.bin", type="AdamW", models=(1, 3))
+    manifest = Manifest(
+        versions={}, world_size=2, step=5, models=models, optimizers=(optimizer,),
+        files={path.name: path.stat().st_size for path in folder.iterdir()},
+    )  # fmt: skip
+    (folder / ".ckptfix").mkdir()
+    (folder / MANIFEST).write_bytes(manifest.to_bytes())
+    repair(folder, policy=Policy(allow=frozenset({"identical-models"})))
+    after = manifest_of(folder)
+    assert [entry.file for entry in after.models] == ["pytorch_model.bin", "pytorch_model_1.bin"]
+    assert after.optimizers[0].models == (0, 1)
+
+
 def test_names_keys_and_aliases_follow_a_rename(tmp_path: Path) -> None:
     write_safetensors(
         tmp_path / "model.safetensors", {"module.module.a": b"1234", "module.module.b": b"56"}

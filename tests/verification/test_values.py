@@ -87,9 +87,11 @@ def test_weights_of_zeros_are_told_and_what_is_honestly_zero_is_not(tmp_path: Pa
     }
 
 
-def test_infinity_in_a_mask_is_only_noted(tmp_path: Path) -> None:
-    found = values(tmp_path / "c", {"attn.causal_mask": torch.full((3, 3), float("-inf"))})
-    assert found["attn.causal_mask"][0] == "nonfinite"
+@pytest.mark.parametrize(("number", "status"), [("-inf", 0), ("nan", 1)])
+def test_infinity_in_a_mask_is_only_noted(tmp_path: Path, number: str, status: int) -> None:
+    told = values(tmp_path / "c", {"attn.causal_mask": torch.full((3, 3), float(number))})
+    assert told["attn.causal_mask"][0] == "nonfinite"
+    assert verify(tmp_path / "c", data=True).status == status
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
@@ -576,6 +578,14 @@ def test_a_parameter_called_step_has_moments_below_zero(tmp_path: Path) -> None:
     for fqn, codes in (("exp_avg of q.step", []), ("step of q", ["nonfinite"])):
         tensor = moment._replace(fqn=fqn)
         assert [one.code for one in judge_moment("", tensor, hashed)] == codes
+
+
+def test_infinity_in_a_moment_is_as_bad_as_nan() -> None:
+    moment = StoredTensor("exp_avg of fc.weight", "F32", (4,), Contiguous(()))
+    for scan in (Scan(nan=1, first_nan=3), Scan(inf=1, first_inf=3)):
+        (finding,) = judge_moment("optimizer.bin", moment, Hashed("", scan=scan))
+        assert finding.severity is Severity.WARNING
+        assert finding.text.endswith(", the first at index 3")
 
 
 def test_an_optimizer_that_cannot_be_opened_is_said_not_to_be_read(tmp_path: Path) -> None:
