@@ -32,7 +32,13 @@ from ckptfix.conversion.migration_plan import (
     make_plan,
 )
 from ckptfix.conversion.producing import Produced, outdated, produce, record, source_manifest
-from ckptfix.conversion.proving import prove_copies, prove_model, prove_modules, prove_states
+from ckptfix.conversion.proving import (
+    prove_copies,
+    prove_files,
+    prove_model,
+    prove_modules,
+    prove_states,
+)
 from ckptfix.conversion.sources import (
     SourceDigests,
     Watch,
@@ -511,6 +517,7 @@ def _prove(
     OperationError.
     """
     whole = staging.complete
+    prove_files(plan, whole)
     proven: dict[StoredTensor, str] = {}
     for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
         proven |= prove_model(

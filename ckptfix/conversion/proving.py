@@ -3,6 +3,7 @@ back.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,6 +20,24 @@ from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, number_in
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.tensors.zero_partitions import read_model_states
+from ckptfix.wording import count_of
+
+
+def prove_files(plan: MigrationPlan, folder: AnyPath) -> None:
+    """Compare names and sizes of the new files with the planned ones. Raises OperationError.
+
+    Shards are read without their index, which no tensor is in: nobody else would miss it.
+    """
+    if plan.is_file:
+        return
+    for file in chain.from_iterable(planned.files for planned in plan.planned):
+        try:
+            size: int | None = stat_of(folder / file.path).st_size
+        except FileNotFoundError:
+            size = None
+        if size != file.size:
+            there = "is missing" if size is None else f"has {count_of(size, 'byte')}"
+            raise _differs(f"{plan.output}: {file.path}", f"it {there} (expected {file.size})")
 
 
 def prove_model(

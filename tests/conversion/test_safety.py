@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -546,3 +547,26 @@ print(peak() - before)
     assert int(result.stdout) < 60 << 10, (
         "KiB: 32 MiB of buffers, and what python takes; the file has 80 MiB"
     )
+
+
+@pytest.mark.parametrize("harm", ["lost", "longer"])
+def test_the_proof_asks_for_the_index_too(
+    source: Path, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards whose index was gone were called done and verified."""
+    real = producing.produce
+
+    def harmed(plan: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
+        result = real(plan, folder, *args, **kwargs)
+        index = folder / "model.safetensors.index.json"
+        if harm == "lost":
+            index.unlink()
+        else:
+            index.write_bytes(index.read_bytes() + b" ")
+        return result
+
+    monkeypatch.setattr("ckptfix.conversion.migrate.produce", harmed)
+    file, new = source / "model.safetensors", source.with_name("new")
+    with pytest.raises(OperationError, match=r"model\.safetensors\.index\.json: it (is|has) "):
+        migrate(file, new, to="safetensors", max_shard_size="10KB")
+    assert not new.exists()
