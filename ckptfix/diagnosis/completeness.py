@@ -146,12 +146,16 @@ def _writers(states: Iterable[DcpFolder]) -> dict[int, str]:
 def _partitions(states: Iterable[DeepSpeedState]) -> dict[int, str]:
     """Return the ranks of which DeepSpeed's partition of the optimizer is there, each with its
     file. With tensor parallelism there are more processes.
+
+    Files of ranks beyond the number that the files hold belong to another save.
     """
     return {
         name.rank: str(path)
         for state in states
         for path in state.scanned
-        if (name := parse_deepspeed_name(path.name)) is not None and name.rank is not None
+        if (name := parse_deepspeed_name(path.name)) is not None
+        and name.rank is not None
+        and (state.ranks is None or name.rank < state.ranks)
     }
 
 

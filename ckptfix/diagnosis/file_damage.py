@@ -50,7 +50,7 @@ from ckptfix.diagnosis.findings.damaged import (
 from ckptfix.diagnosis.findings.incomplete import MissingRank
 from ckptfix.diagnosis.findings.sharded import CountedStates, RefusedStates, StrayStates, UsedStates
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
-from ckptfix.errors import CkptfixError, OperationError
+from ckptfix.errors import CkptfixError, FormatError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
@@ -60,7 +60,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.universal import ensure_states
-from ckptfix.tensors.zero_partitions import read_model_states
+from ckptfix.tensors.zero_partitions import partition_count, read_model_states
 from ckptfix.wording import Brief
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
@@ -288,7 +288,8 @@ class DeepSpeedState(Brief, Struct, frozen=True, kw_only=True):
     ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway.
     ``tensors``: the number of its weights. ``unread``: the unread parts, in words; ``unfinished``:
     files that may not be read. ``has_checksums``: some files have checksums, which ``--data``
-    compares. ``scanned``: the identity of each file.
+    compares. ``scanned``: the identity of each file. ``ranks``: the number of partitions by the
+    first file of an optimizer that says it.
     """
 
     path: PurePosixPath
@@ -300,6 +301,7 @@ class DeepSpeedState(Brief, Struct, frozen=True, kw_only=True):
     unfinished: tuple[str, ...] = ()
     has_checksums: bool = False
     scanned: Mapping[PurePosixPath, FileIdentity] = field(default_factory=dict)
+    ranks: int | None = None
 
 
 def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
@@ -350,6 +352,7 @@ def _state(
     identities: dict[PurePosixPath, FileIdentity] = {}
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
+    ranks: int | None = None
     crcs = None
     if data and executor.has_units and left is None:
         crcs = _crcs_of_ranks(folder.root, paths, progress, executor)
@@ -362,7 +365,10 @@ def _state(
         for one in of_root:
             files, size = files + 1, size + one.size
             identities[path] = one.fingerprint
-            has_checksums |= isinstance(one.content, TorchFile)
+            if isinstance(one.content, TorchFile):
+                has_checksums = True
+                with suppress(FormatError):
+                    ranks = ranks or partition_count(one.content)
             is_broken |= one.problem is not None
             if one.problem is not None and one.problem.is_only_unchecked:
                 unread.append(f"{path}: {one.problem.message}")
@@ -377,6 +383,7 @@ def _state(
         unfinished=tuple(unfinished),
         has_checksums=has_checksums,
         scanned=identities,
+        ranks=ranks,
     )
     return _whole(folder.root, where, index, is_broken, state)
 

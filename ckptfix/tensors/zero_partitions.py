@@ -319,14 +319,10 @@ def optimizer_states(path: AnyPath, file: TorchFile) -> OptimizerStates:
         if tensor is None or len(tensor.shape) != 1:
             raise FormatError(f"{name} is not a plain one-dimensional tensor")
         flats.append(flat_of(tensor))
-    counts = child(states, "partition_count")
-    every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
-    if counts is not None and (not every or None in every):
-        raise FormatError("partition_count is not a number of ranks")
     return OptimizerStates(
         path=path,
         by_parameter=by_group is None,
-        ranks=max((one for one in every if one is not None), default=None),
+        ranks=partition_count(file),
         stage=_stage(child(states, "zero_stage")),
         is_aligned=any(
             padding != 0
@@ -338,6 +334,17 @@ def optimizer_states(path: AnyPath, file: TorchFile) -> OptimizerStates:
         saved_rank=_saved_rank(file, DeepSpeedPart.OPTIMIZER),
         checksums=dict(record_checksums(path, file)),
     )
+
+
+def partition_count(file: TorchFile) -> int | None:
+    """Return the number of ranks among which the optimizer in a file was partitioned, None where
+    the file does not say it. Raises FormatError.
+    """
+    counts = child(child(file.tree.root, "optimizer_state_dict"), "partition_count")
+    every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
+    if counts is not None and (not every or None in every):
+        raise FormatError("partition_count is not a number of ranks")
+    return max((count for count in every if count is not None), default=None)
 
 
 def _fragments(mappings: object) -> Iterator[tuple[tuple[str, int | None], ...]]:

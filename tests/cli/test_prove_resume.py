@@ -142,6 +142,20 @@ def test_the_script_sees_what_it_sees_without_a_proof(
     )
 
 
+def test_the_recorder_starts_from_a_path_with_a_link(tmp_path: Path) -> None:
+    """The symptom: it imported itself until RecursionError, and no step was recorded."""
+    (tmp_path / "link").symlink_to(ROOT)
+    startup = tmp_path / "link" / "ckptfix" / "training" / "resume_proofs" / "startup"
+    ended = subprocess.run(
+        [sys.executable, "-c", "import sys; print('sitecustomize' in sys.modules, *sys.path)"],
+        env={**os.environ, "PYTHONPATH": f"{startup}{os.pathsep}{tmp_path / 'link'}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    assert str(tmp_path / "link") in ended.stdout
+    assert str(startup) not in ended.stdout
+
+
 @pytest.mark.slow
 def test_two_ranks_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["torchrun", "--standalone", "--nproc_per_node", "2", SCRIPT, HEALTHY, "{dir}"]

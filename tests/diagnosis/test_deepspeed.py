@@ -110,6 +110,15 @@ def test_a_healthy_folder_has_no_finding(name: str) -> None:
     ]
 
 
+def test_a_file_of_another_save_shows_no_process(saved: Path) -> None:
+    """The files hold the number of ranks. The symptom: ``random_states_2.pkl`` was missing, too."""
+    shutil.copy(saved / SECOND_RANK, saved / SECOND_RANK.replace("_rank_1_", "_rank_2_"))
+    assert codes(saved) == [("malformed-file", "pytorch_model")]
+    (saved / "random_states_1.pkl").unlink()
+    assert ("incomplete-checkpoint", "random_states_1.pkl") in codes(saved)
+    assert not any("random_states_2" in path for _, path in codes(saved))
+
+
 def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
     (saved / SECOND_RANK).unlink()
     assert codes(saved) == [("missing-rank", SECOND_RANK)]

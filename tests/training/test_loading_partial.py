@@ -543,6 +543,22 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert all(equal(value, old.state_dict()[name]) for name, value in new.state_dict().items())
 
 
+def test_a_mismatched_weight_that_is_tied_to_a_loaded_one(tmp_path: Path) -> None:
+    """The symptom: it was "kept as initialized", but had the values of the other one."""
+    old = {name: value.clone() for name, value in seeded(Tied, 1).state_dict().items()}
+    old["lm_head.weight"] = torch.ones(7, 6)
+    del old["mixer.bias"]
+    save_file(old, tmp_path / "m.safetensors")
+    new = seeded(Tied, 2)
+    with pytest.warns(UserWarning, match="filled through a tied key"):
+        (report,) = load_checkpoint_tolerant(new, tmp_path / "m.safetensors", policy=PARTIAL)
+    assert equal(new.lm_head.weight, old["embed.weight"])
+    assert report.reason == (
+        "3 of 4 keys loaded; not in the file, kept as initialized: 'mixer.bias'; mismatched, "
+        "filled through a tied key: 'lm_head.weight' ([7, 6] in the file, [11, 6] in the model)"
+    )
+
+
 def test_weights_that_are_offloaded_or_on_the_meta_device(tmp_path: Path) -> None:
     old = seeded(Old, 1)
     save_file(dict(old.state_dict()), tmp_path / "m.safetensors")

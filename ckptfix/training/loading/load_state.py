@@ -92,7 +92,9 @@ def load_state_tolerant(
         else:
             report = _load(accelerator, root, policy, Ranks(accelerator))
             go_on_numbering(accelerator, root)
-        inexact = run_state.go_on_and_report(accelerator, root, left=left_by(report))
+        inexact = run_state.go_on_and_report(
+            accelerator, root, left=left_by(report), models=restored_models(report)
+        )
         missing = (str(one) for one in report.components if is_left(one))
         return replace(report, inexact=(*missing, *inexact))
 
@@ -114,6 +116,19 @@ def left_by(report: LoadReport) -> frozenset[str]:
         if is_numbered and numbers and numbers != {one.index}:
             left.add(one.part.value)
     return frozenset(left)
+
+
+def restored_models(report: LoadReport) -> dict[int, int]:
+    """Return the models that a load restored in full: number in the checkpoint -> number in this
+    run.
+    """
+    restored: dict[int, int] = {}
+    for component in report.of(Part.MODELS):
+        if component.index is not None and component.status in (Status.RESTORED, Status.ADAPTED):
+            names = map(parse_file_name, component.files)
+            saved = next((name.index for name in names if name is not None), component.index)
+            restored[saved] = component.index
+    return restored
 
 
 def is_left(component: ComponentReport) -> bool:

@@ -328,10 +328,14 @@ def _left_over(found: Fit, target: ModelTarget) -> str:
     words = [f"{filled} of {count_of(len(target.state), 'key')} loaded"]
     if fresh := found.fresh(target):
         words.append(f"not in the file, kept as initialized: {list_names(fresh)}")
-    if found.mismatched:
-        shown = ", ".join(map(str, found.mismatched[:3]))
-        more = f" and {len(found.mismatched) - 3} more" if len(found.mismatched) > 3 else ""
-        words.append(f"mismatched, kept as initialized: {shown}{more}")
+    kept = [one for one in found.mismatched if one.key in found.kept]
+    # A weight that is tied to a loaded one has the values of that one.
+    tied = [one for one in found.mismatched if one.key not in found.kept]
+    for result, wrong in (("kept as initialized", kept), ("filled through a tied key", tied)):
+        if wrong:
+            shown = ", ".join(map(str, wrong[:3]))
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            words.append(f"mismatched, {result}: {shown}{more}")
     if found.unused:
         words.append(f"only in the file, unused: {list_names(found.unused)}")
     return "; ".join(words)

@@ -366,11 +366,18 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
 # The load.
 
 
-def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) -> list[str]:
+def go_on(
+    accelerator: Any,
+    folder: Path,
+    left: frozenset[str] = frozenset(),
+    models: Mapping[int, int] | None = None,
+) -> list[str]:
     """Restore the run state of this rank after a load; return why the run does not continue bit for
     bit.
 
     ``left``: the parts that are left as the load made them, by the words of ``LoadPolicy``.
+    ``models``: those that were restored in full, as number in the checkpoint -> number in this run;
+    None for all, each under its own number.
     Whatever is wrong with the file, the load itself stays as it is: nothing is raised.
     """
     watch(accelerator)
@@ -378,10 +385,10 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
     try:
         state = read(folder, rank)
     except FileNotFoundError:
-        return _go_on_without(accelerator, folder, left)
+        return _go_on_without(accelerator, folder, left, models)
     except (OSError, ValueError) as error:
         return [f"{error}; data order and random numbers within an epoch are not restored"]
-    return _restore(accelerator, folder, state, left)
+    return _restore(accelerator, folder, state, left, models)
 
 
 _OF_STOCK = (
@@ -390,7 +397,9 @@ _OF_STOCK = (
 )
 
 
-def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list[str]:
+def _go_on_without(
+    accelerator: Any, folder: Path, left: frozenset[str], models: Mapping[int, int] | None
+) -> list[str]:
     """Return why a rank without a run state cannot go on exactly, and do what has a right
     answer.
     """
@@ -405,12 +414,18 @@ def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list
             f"rank {accelerator.process_index} did not take part in the save, so it has "
             "no run state"
         ]
-    return _restore(accelerator, folder, main, left)
+    return _restore(accelerator, folder, main, left, models)
 
 
-def _restore(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
+def _restore(
+    accelerator: Any,
+    folder: Path,
+    state: State,
+    left: frozenset[str],
+    models: Mapping[int, int] | None,
+) -> list[str]:
     try:
-        return _restore_run(accelerator, folder, state, left)
+        return _restore_run(accelerator, folder, state, left, models)
     # Of the script's own code, or of a file that does not hold what it should.
     except Exception as error:
         return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
@@ -420,7 +435,13 @@ Check = tuple[str, Any, Callable[[], Any]]
 """The name of a state, what the file says it is, and what returns what it is now."""
 
 
-def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
+def _restore_run(
+    accelerator: Any,
+    folder: Path,
+    state: State,
+    left: frozenset[str],
+    models: Mapping[int, int] | None,
+) -> list[str]:
     """Restore everything, the random generators last; return what is not as it was."""
     name, random = run_state_name(state["rank"]), GeneratorStates.from_plain(state["random"])
     main = state
@@ -438,6 +459,8 @@ def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[s
     checks: list[Check] = []
     is_same_world = state["world"] == accelerator.num_processes
     is_same_accumulation = state["accumulation"] == accelerator.gradient_accumulation_steps
+    gradients = state["gradients"] or {}
+    has_gradients = False
     if not is_same_world:
         problems.append(
             f"saved with {count_of(state['world'], 'process')}, now {accelerator.num_processes}"
@@ -452,7 +475,8 @@ def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[s
                 "which are sharded across ranks, were not saved"
             )
         if "step" not in left:
-            problems += _restore_gradients(accelerator, state["gradients"] or {})
+            said, has_gradients = _restore_gradients(accelerator, gradients, models)
+            problems += said
         scalers = [] if accelerator.scaler is None else [accelerator.scaler]
         for part, what, things, saved in (
             ("schedulers", "scheduler", accelerator._schedulers, state["schedulers"]),
@@ -470,7 +494,8 @@ def _restore_run(accelerator: Any, folder: Path, state: State, left: frozenset[s
     if "step" not in left:
         # With other accumulation a complete one begins. The symptom: saved after 5 steps of 2
         # batches, the first step of a run with 4 batches had 2, scaled by 1/4.
-        goes_on = is_same_world and (is_same_accumulation or state["gradients"])
+        # The same where the gradients of the one that the save cut were left out.
+        goes_on = is_same_world and (has_gradients or (is_same_accumulation and not gradients))
         step = accelerator.step = state["step"] if goes_on else 0
         checks.append(("accelerator.step", step, lambda: accelerator.step))
     if "optimizers" not in left and accelerator.distributed_type not in SHARDED:
@@ -533,16 +558,57 @@ def _restore_each(
     return problems, checks
 
 
-def _restore_gradients(accelerator: Any, gradients: Mapping[str, torch.Tensor]) -> list[str]:
+def _restore_gradients(
+    accelerator: Any, gradients: Mapping[str, torch.Tensor], models: Mapping[int, int] | None
+) -> tuple[list[str], bool]:
+    """Restore the gradients of an accumulation that the save cut, of each model all or none.
+
+    Return why some were left out, and whether any were restored.
+    """
     parameters = dict(_named_parameters(accelerator))
-    for name in gradients.keys() & parameters.keys():
-        parameters[name].grad = gradients[name].to(parameters[name].device, copy=True)
-    if gradients:
+    restored: dict[str, torch.Tensor] = {}
+    left_out: dict[str, str] = {}
+    for number, names in itertools.groupby(gradients, lambda name: name.partition(".")[0]):
+        here = int(number) if models is None else models.get(int(number))
+        own = {f"{here}.{name.partition('.')[2]}": gradients[name] for name in names}
+        # Added to other weights, they would be a part of the next step that nobody computed.
+        problem = "the model was not restored in full" if here is None else _misfit(own, parameters)
+        if problem:
+            left_out[number] = problem
+        else:
+            restored |= {name: own[name].to(parameters[name].device, copy=True) for name in own}
+    for name, gradient in restored.items():
+        parameters[name].grad = gradient
+    if restored:
         accelerator.gradient_state._set_sync_gradients(False)
-    unknown = [name for name in gradients if name not in parameters]
-    return (
-        [f"gradients of {list_names(unknown)}: this run has no such parameter"] if unknown else []
-    )
+    effect = "its next step uses fewer batches" if restored else "a new accumulation starts"
+    return [
+        f"model {number}: the accumulated gradients were not restored, so {effect}: {problem}"
+        for number, problem in left_out.items()
+    ], bool(restored)
+
+
+def _misfit(
+    gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]
+) -> str:
+    """Return why a model cannot have these gradients, "" where it can."""
+    if unknown := [name.partition(".")[2] for name in gradients if name not in parameters]:
+        return f"this run has no such parameter: {list_names(unknown)}"
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        # torch 2.10 lets a parameter have gradients of another dtype; None is any.
+        dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+        if gradient.shape != parameter.shape:
+            saved, now = f"shape {list(gradient.shape)}", str(list(parameter.shape))
+        elif dtype not in (None, gradient.dtype):
+            saved, now = f"dtype {gradient.dtype}", str(dtype)
+        elif parameter.is_meta:
+            saved, now = "values", "none, as it is on the meta device"
+        else:
+            continue
+        key = name.partition(".")[2]
+        return f"the gradient of {key!r} has {saved} in the checkpoint, expected {now}"
+    return ""
 
 
 def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -> list[str]:
@@ -628,12 +694,16 @@ def _seed_anew(random: GeneratorStates, rank: int, state: State) -> None:
 
 
 def go_on_and_report(
-    accelerator: Any, folder: Path, *, left: frozenset[str] = frozenset()
+    accelerator: Any,
+    folder: Path,
+    *,
+    left: frozenset[str] = frozenset(),
+    models: Mapping[int, int] | None = None,
 ) -> tuple[str, ...]:
     """Restore the run state of this rank; say in one line why a run does not continue bit for bit,
     and return it.
     """
-    problems = go_on(accelerator, folder, left)
+    problems = go_on(accelerator, folder, left, models)
     if not problems:
         return ()
     is_of_stock = problems[0] == _OF_STOCK

@@ -6,14 +6,15 @@ The script sees the sys.path and the modules that it sees without the proof, ano
 """
 
 import importlib
+import os
 import sys
-from pathlib import Path
 
-_HERE = str(Path(__file__).resolve().parent)
+_HERE = os.path.realpath(os.path.dirname(__file__))
 
 
 def _begin() -> None:
-    sys.path[:] = [one for one in sys.path if one != _HERE]
+    # Both resolved: with ckptfix on a path through a link, this file imported itself without end.
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != _HERE]
     hidden = sys.modules.pop("sitecustomize", None)
     try:
         importlib.import_module("sitecustomize")
