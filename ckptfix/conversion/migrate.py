@@ -517,7 +517,6 @@ def _prove(
     OperationError.
     """
     whole = staging.complete
-    prove_files(plan, whole)
     proven: dict[StoredTensor, str] = {}
     for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
         proven |= prove_model(
@@ -534,3 +533,4 @@ def _prove(
     states = produced.digests[len(plan.models) :]
     prove_states(plan, whole, states, proven, progress, executor)
     prove_copies(plan.source.root, staging.new, plan.carried, progress, executor)
+    prove_files(plan, whole)
