@@ -9,6 +9,7 @@ from msgspec import field
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.formats.torch_file import UNTYPED
 from ckptfix.wording import count_of, list_names, series
 
 FOLDER = "a folder"
@@ -411,7 +412,8 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
         needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
         needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
         needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
-        return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
+        call = "torch.load" if UNTYPED in self.opcodes else "torch.load(weights_only=True)"
+        return f"{self.path} {' and '.join(needs)}: {call} refuses it"
 
     @property
     def advice(self) -> str:
@@ -424,6 +426,8 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
                 f"{trust}\nin the script, save the array as a tensor (torch.from_numpy) or as a "
                 "list"
             )
+        if UNTYPED in self.opcodes:
+            return "to write its tensors to a new file: ckptfix salvage DIR NEW_DIR"
         # No list of classes helps.
         how = "pickle.load" if self.plain else "torch.load(weights_only=False)"
         return (
