@@ -54,17 +54,19 @@ class TruncatedFile(Finding, frozen=True, kw_only=True):
         return "copy the file again from its source, or use an older checkpoint"
 
 
-_FOUND_BY_TORCH = 69_562
+FOUND_BY_TORCH = 69_562
 """Most bytes after a zip archive with which torch 2.13 finds its end. In small files it can miss it
 after 4,075.
 """
 
 
 class TrailingBytes(Finding, frozen=True, kw_only=True):
-    """Bytes after the end of the format."""
+    """Bytes after the end of the format, with which no loader takes the file: safetensors 0.3 to 0.8
+    refuses every surplus, and so do the loaders on top of it.
+    """
 
     code = "trailing-bytes"
-    severity = Severity.WARNING
+    severity = Severity.ERROR
     action = Action.ASK
     option = "--allow trailing-bytes"
     meaning = (
@@ -77,21 +79,38 @@ class TrailingBytes(Finding, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> Resume:
-        """It fails where safetensors refuses the file, and where torch surely does not find its
-        end.
-
-        accelerate leaves random states out that it cannot load.
-        """
+        """It fails, except that accelerate leaves random states out that it cannot load."""
         name = parse_file_name(self.path.name)
         is_needed = name is None or name.role is not Role.RNG_STATE
-        is_refused = self.path.suffix == ".safetensors" or self.extra > _FOUND_BY_TORCH
-        return Resume.FAILS if is_refused and is_needed else Resume.SUCCEEDS
+        return Resume.FAILS if is_needed else Resume.SUCCEEDS
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of a load, in words."""
+        loader = "safetensors" if self.path.suffix == ".safetensors" else "torch.load"
+        return f"{loader} refuses the file"
 
     def __str__(self) -> str:
         return (
             f"{self.path}: {count_of(self.extra, 'extra byte')} after the end of the content (byte "
-            f"{self.end})"
+            f"{self.end}); {self.outcome}"
         )
+
+
+class IgnoredBytes(TrailingBytes, frozen=True):
+    """Bytes after the end of a torch file, few enough that torch.load finds its end."""
+
+    severity = Severity.WARNING
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds: nothing reads these bytes."""
+        return Resume.SUCCEEDS
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of a load, in words."""
+        return "torch.load usually ignores them"
 
 
 class NotATensorFile(Finding, frozen=True, kw_only=True):
