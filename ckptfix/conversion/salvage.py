@@ -96,11 +96,12 @@ class SalvageReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     on request.
 
     ``doubtful``: kept data without a checksum that ends in zeros, like a file whose end was not
-    written before a crash, or like an untrained tensor; tensors of which another shard has other
-    values; and other files that changed since they were sealed. ``left_out``: parts of the source
-    that do not belong in a new folder, in words. ``not_checked``: in words. ``notes``: the names of
-    the saved files, in words. ``unindexed``: folders in the new one whose shards lack the index
-    that loaders need. ``absent``: the files among ``lost`` that the source lacks.
+    written before a crash, or like an untrained tensor; data of a file with missing or extra bytes;
+    tensors of which another shard has other values; and other files that changed since they were
+    sealed. ``left_out``: parts of the source that do not belong in a new folder, in words.
+    ``not_checked``: in words. ``notes``: the names of the saved files, in words. ``unindexed``:
+    folders in the new one whose shards lack the index that loaders need. ``absent``: the files
+    among ``lost`` that the source lacks.
     """
 
     json_keys: ClassVar = (

@@ -88,6 +88,12 @@ def merge_shards(
             for damaged in one.damaged
             if listed.get(damaged.name or "", file) == file
         ),
+        doubtful=tuple(
+            doubt
+            for file, one in dicts
+            for doubt in one.doubtful
+            if listed.get(doubt.name or "", file) == file
+        ),
     )
     return whole, copies
 
@@ -256,6 +262,7 @@ class Models:
         stems = stems_of(stem, self._names - own, is_folder=is_folder)
         self._names |= {f"{stems.safetensors}.safetensors", f"{stems.torch}.bin"}
         self._found.damaged += found.damaged
+        self._found.doubtful += (one for one in found.doubtful if one.name in found.unchecked)
         places: dict[PurePosixPath, list[TensorLocation]] = {}
         for one in found.tensors:
             if one.fqn in found.unchecked and isinstance(one.layout, Contiguous):

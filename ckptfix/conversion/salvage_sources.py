@@ -23,7 +23,7 @@ from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
-from ckptfix.formats.torch_file import TorchFile, crc_mismatches
+from ckptfix.formats.torch_file import UNTYPED, TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath, FileReader, lexists, names_in, relative, stat_of
 from ckptfix.storage.parallel import Progress
@@ -32,6 +32,7 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, Scheme, TensorJob, first_place, hash_all
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import count_of
 
 
 class Stems(NamedTuple):
@@ -110,8 +111,8 @@ class SalvagePlan(Struct):
 
     ``copied``: intact and other files. ``components``: the number of components of the checkpoint.
 
-    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on
-    purpose. ``left_out``: parts of the source that do not belong in the new folder, in words.
+    ``doubtful``: kept data that ends in zeros, that may be shifted, or that changed since it was
+    sealed, perhaps on purpose. ``left_out``: parts of the source that do not belong in the new folder, in words.
     ``notes``: the names of the saved files, in words. ``unindexed``: folders of intact shards whose
     index is missing or unusable. ``absent``: the files among ``lost`` that the source lacks.
     ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data
@@ -383,6 +384,10 @@ class Files:
                 if one.data_offsets is not None
             )
             self.unchecked(member.path, places)
+            if isinstance(member.content, TorchFile) and member.content.trailing:
+                extra = count_of(member.content.trailing, "extra byte")
+                reason = f"its values may be shifted: {extra} after its end"
+                self.found.doubtful.append(Lost(str(member.path), None, reason))
         if isinstance(member.content, TorchFile):
             self._wrong_content(member, member.content)
         if member.problem is not None:
@@ -427,6 +432,8 @@ class Files:
             return Lost(str(member.path), None, message, member.problem.need, _have(member))
         if not isinstance(member.content, TorchFile):
             return None
+        if UNTYPED in member.content.tree.refused_opcodes:
+            return Lost(str(member.path), None, "torch cannot load a legacy file of this dtype")
         with open_reader(self.found.root / member.path) as reader:
             mismatches = crc_mismatches(
                 member.content, reader, every_record=True, progress=self.progress

@@ -22,7 +22,7 @@ from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import lasting_label
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.catalogue import INCOMPLETE
-from ckptfix.diagnosis.findings.damaged import CrcMismatch
+from ckptfix.diagnosis.findings.damaged import CrcMismatch, TrailingBytes
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 from ckptfix.diagnosis.findings.sharded import IndexMismatch
@@ -374,12 +374,22 @@ def _ensure_sound(
     # Of a doubled save, a DCP folder keeps no trace of the second wrapper, so that a repair of the
     # copy has to ask.
     kept = [finding for finding in findings if _is_kept_error(finding, keys)]
-    damage = lost or ([] if allow_damage else kept)
+    # Bytes that were inserted in the middle, too, leave a surplus at the end.
+    surplus = [
+        finding
+        for finding in findings
+        if isinstance(finding, TrailingBytes) and finding.severity is Severity.ERROR
+    ]
+    damage = lost or ([] if allow_damage else kept or surplus)
     if not damage:
         return
     more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
     if lost:
         why, following = "the copy would look intact", f"next: {_next(path, damage[0])}"
+    elif not kept:
+        why = "the copy would look intact, although its values may be shifted"
+        cut = command("repair", path, "", "--allow", TrailingBytes.code)
+        following = f"next: {cut}, or migrate the values as they are: --allow-damage"
     else:
         why = "the copy would keep this error, with less evidence for a repair"
         following = f"next: {command('repair', path)}, or copy the error too: --allow-damage"

@@ -37,8 +37,10 @@ from ckptfix.checkpoint.rank_names import DeepSpeedPart
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
+    FOUND_BY_TORCH,
     CompressedRecord,
     CrcMismatch,
+    IgnoredBytes,
     MalformedFile,
     NoFormatMetadata,
     NotATensorFile,
@@ -265,7 +267,10 @@ def _torch(
     findings: list[Finding] = []
     if file.trailing:
         end = component.size - file.trailing
-        findings.append(TrailingBytes(path=component.path, end=end, extra=file.trailing))
+        # A legacy file is read from its beginning.
+        is_found = file.trailing <= FOUND_BY_TORCH or not isinstance(file.container, TorchZip)
+        kind = IgnoredBytes if is_found else TrailingBytes
+        findings.append(kind(path=component.path, end=end, extra=file.trailing))
     if isinstance(file.container, TorchZip):
         packed = tuple(record.name for record in file.container.records if not record.is_stored)
         prefix = f"{file.container.root}/data/"

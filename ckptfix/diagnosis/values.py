@@ -23,7 +23,7 @@ from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.reports import Serialized
-from ckptfix.storage.files import AnyPath, absolute
+from ckptfix.storage.files import AnyPath, absolute, stat_of
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Contiguous, StoredTensor
@@ -82,6 +82,9 @@ def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero
     if from_start and row >= PAGE and end % row == 0 and any(after[:1]):
         # The first rows, as that of a padding token, in a tensor that begins where a page does.
         return False
+    if to_end and row and row % PAGE == 0 == begin % row:
+        # The last rows, as those of a padded vocabulary, in a tensor whose rows begin where pages do.
+        return False
     return (from_start or any(before[-_NEAR:])) and (to_end or any(after[:_NEAR]))
 
 
@@ -117,6 +120,16 @@ _MOST_BEFORE = 1 << 16
 """Bytes before a tail that are looked at."""
 
 
+_TABLE = re.compile(
+    r"emb|wpe|wte|pos|tok|vocab|shared|decoder|table|book|memory|bank|queue|buffer|proto|cent|lora"
+    r"|(?<![^\W_])(heads?|output\w*|classifier|predictions?|score)(?![^\W_])",
+    re.IGNORECASE,
+)
+"""In the key of a tensor whose last rows may have no use: those of tokens, positions or classes
+that do not exist, or of a memory that is not full.
+"""
+
+
 class _Tail(NamedTuple):
     """Zeros at the end of a tensor: ``size`` bytes, from byte ``begin`` of it.
 
@@ -135,6 +148,7 @@ def _lost_tails(
     last bytes were lost.
 
     Each zero tensor behind it may be meant, such as a bias; zeros inside of its last row are not.
+    Complete rows of zeros are judged by their number, where the file itself ends with them.
     """
     of_files: dict[AnyPath, list[tuple[StoredTensor, Piece, Scan]]] = {}
     for tensor, hashed in tensors:
@@ -148,21 +162,30 @@ def _lost_tails(
             continue
         tensor, piece, scan = inside[place]
         after = [each[0] for each in inside[place + 1 :]]
+        last = inside[-1][1]
         if not _must_not_be_zero(tensor) or _is_mask(tensor.fqn):
             continue
         with suppress(OSError, ChangedError):
-            begin = _tail_in(tensor, piece, scan, files, any(map(_must_not_be_zero, after)))
+            is_end = last.offset + last.length == stat_of(last.path).st_size
+            is_followed = any(map(_must_not_be_zero, after))
+            begin = _tail_in(tensor, piece, scan, files, is_followed, is_end)
             if begin is not None:
                 yield tensor.fqn, _Tail(begin, piece.length - begin, len(after))
 
 
 def _tail_in(
-    tensor: StoredTensor, piece: Piece, scan: "Scan", files: OpenFiles, is_followed: bool
+    tensor: StoredTensor,
+    piece: Piece,
+    scan: "Scan",
+    files: OpenFiles,
+    is_followed: bool,
+    is_end: bool,
 ) -> int | None:
     """Return where the zeros at the end of a tensor begin, None where they may be values of a
     model.
 
     ``is_followed``: by a tensor of zeros that no model means. Without it, a vector may be padded.
+    ``is_end``: the zeros reach the end of the file.
     """
     from ckptfix.tensors.scanning import PAGE
 
@@ -182,7 +205,11 @@ def _tail_in(
     if (
         size < _LEAST_TAIL * width
         or (is_flat and not is_followed)
-        or (not is_flat and begin % row == 0)
+        or (
+            not is_flat
+            and begin % row == 0
+            and not (is_end and _are_lost_rows(tensor, piece, begin, row, is_followed))
+        )
     ):
         return None
     before = _read(files, piece, max(0, begin - min(size, _MOST_BEFORE)), begin)
@@ -192,6 +219,23 @@ def _tail_in(
         16 * _zeros_in(data, width) <= len(data) // width for data in (before, above)
     )
     return begin if are_values else None
+
+
+def _are_lost_rows(
+    tensor: StoredTensor, piece: Piece, begin: int, row: int, is_followed: bool
+) -> bool:
+    """Return whether rows of zeros at the end of a file were lost, by where and how many they are.
+
+    A page begins with one of 512 rows by chance. A table may have rows without a use; of other
+    weights no model leaves more than half.
+    """
+    from ckptfix.tensors.scanning import PAGE
+
+    if row % PAGE and (piece.offset + begin) % PAGE == 0:
+        return True
+    size = piece.length - begin
+    is_most = size >= PAGE and 2 * size > piece.length
+    return (is_most or is_followed) and _TABLE.search(tensor.fqn) is None
 
 
 def _zeros_in(data: bytes, width: int) -> int:

@@ -25,7 +25,7 @@ from ckptfix.formats.pickle_arrays import (
     problem_of_array_states,
     problem_of_instance,
 )
-from ckptfix.formats.pickle_globals import DTENSOR, OF_INSTANCES, ZERO_STAGE
+from ckptfix.formats.pickle_globals import DTENSOR, OF_INSTANCES, ZERO_STAGE, misspelt
 from ckptfix.formats.pickle_kinds import (
     ITERABLE,
     KNOWN_GLOBAL,
@@ -135,6 +135,12 @@ def ensure_calls(
             if not DEVICES.fullmatch(storage.location):
                 raise FormatError(
                     f"a storage was saved on {storage.location!r:.80}, which is not a torch device"
+                )
+        for module, name in tree.globals:
+            if meant := misspelt(module, name):
+                raise FormatError(
+                    f"the pickle needs {module}.{name}, which does not exist "
+                    f"(expected {meant}), so torch.load fails"
                 )
     if "BUILD on global" in tree.refused_opcodes:
         raise FormatError("the pickle gives a state to a function or a class, so torch.load fails")

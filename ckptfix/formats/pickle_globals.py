@@ -449,6 +449,35 @@ def python_3_name(module: str, name: str) -> tuple[str, str]:
     return IMPORT_MAPPING.get(module, module), name
 
 
+def misspelt(module: str, name: str) -> str:
+    """Return the global of torch or ``collections`` that differs from this one by a byte that was
+    changed, lost or added; "" where this may be a global itself.
+
+    A later torch may number its functions and dtypes on. ``torch.tensor`` is another one than
+    ``torch.Tensor``.
+    """
+    is_own = name == "OrderedDict" or name.startswith("_rebuild_") or name.endswith("Storage")
+    if not is_own and module.partition(".")[0] not in ("torch", "collections"):
+        return ""
+    if classify(module, name) is not GlobalSafety.UNKNOWN:
+        return ""
+    dotted = f"{module}.{name}"
+    return next((known for known in _SAFE_NAMES if _differs_in_one(dotted, known)), "")
+
+
+_SAFE_NAMES = tuple(sorted(f"{module}.{name}" for module, name in SAFE))
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
+def _differs_in_one(text: str, known: str) -> bool:
+    if text.lower() == known.lower() or text.translate(_NO_DIGITS) == known.translate(_NO_DIGITS):
+        return False
+    pairs = enumerate(zip(text, known, strict=False))
+    at = next((at for at, (char, other) in pairs if char != other), min(len(text), len(known)))
+    rest, wanted = text[at + 1 :], known[at + 1 :]
+    return rest == wanted or text[at:] == wanted or rest == known[at:]
+
+
 def can_be_allowed(module: str, name: str) -> bool:
     """Return whether a user may be told to allow a global: a class, or a function that is known to
     make only an object.

@@ -349,7 +349,8 @@ def _check_entry(
             assert type(size) is int
             stride *= size or 1
             # torch 2.13 counts it over sizes of 0, too, and fails with "Stride calculation
-            # overflowed".
+            # overflowed". load_file of safetensors 0.8 takes what is 0 modulo 64 bits; load and
+            # numpy refuse that as well.
             if stride > _U64 >> 1:
                 raise FormatError(f"the shape of {fqn!r} needs a stride of more than 63 bits")
     if count * bits != (end - begin) * 8:

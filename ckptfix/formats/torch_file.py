@@ -89,6 +89,10 @@ def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> Pic
         window *= _GROWTH
 
 
+UNTYPED = "BINPERSID of an UntypedStorage"
+"""The opcode of a legacy file that no ``torch.load`` executes."""
+
+
 def is_legacy(first: PickleTree) -> bool:
     """Return whether the first pickle of a file is torch's magic number."""
     return type(first.root) is int and first.root == MAGIC_NUMBER
@@ -129,7 +133,7 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     if any(storage.type == "UntypedStorage" for storage in known.values()):
         # torch.save writes one for uint16 and float8; the reader asks it for a dtype, and fails (up
         # to 2.13).
-        refused.add("BINPERSID of an UntypedStorage")
+        refused.add(UNTYPED)
     return LegacyFile(
         replace(tree, globals=named, refused_opcodes=tuple(sorted(refused))), offset, ranges, end
     )

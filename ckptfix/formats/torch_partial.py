@@ -21,7 +21,7 @@ from ckptfix.formats.torch_file import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
 from ckptfix.storage.files import FileReader
-from ckptfix.wording import Brief
+from ckptfix.wording import Brief, count_of
 
 _HAS_DESCRIPTOR = 0x8
 _NARROW = struct.Struct("<4s3I")
@@ -231,12 +231,14 @@ class StorageLocation(NamedTuple):
     for it (0: none).
 
     ``problem``: a fault besides missing bytes, "" for none that shows without reading the bytes.
+    ``doubt``: a sign that bytes were inserted into the storage or lost from it, "" without one.
     """
 
     offset: int
     have: int
     crc: int = 0
     problem: str = ""
+    doubt: str = ""
 
 
 class PartialTorchFile(Brief, Struct, frozen=True, kw_only=True):
@@ -373,7 +375,9 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
         raise FormatError(
             f"the file lists {len(keys)} storages, but its saved object refers to {len(known)}"
         )
-    places = {}
+    places: dict[str, StorageLocation] = {}
+    # Bytes that were inserted into a storage, or lost from it, move all lengths that follow.
+    before = shifted = ""
     for key in keys:
         storage = known[key]
         if position + 8 > reader.size:
@@ -385,11 +389,21 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
                 f"it begins with a length of {numel} elements, but the saved object says "
                 f"{storage.numel}"
             )
+            shifted = shifted or before
+        elif numel:
+            shifted = ""
+        before = key
         begin = position + 8
         places[key] = StorageLocation(
             begin, min(storage.nbytes, reader.size - begin), problem=problem
         )
         position = begin + storage.nbytes
+    if position != reader.size and shifted:
+        doubt = "the next storage does not begin where it should"
+        places[shifted] = places[shifted]._replace(doubt=doubt)
+    elif position < reader.size and before:
+        extra = count_of(reader.size - position, "extra byte")
+        places[before] = places[before]._replace(doubt=f"{extra} after the last storage")
     return PartialTorchFile(
         tree=tree, storages=known, places=places, reason=f"the file ends at byte {reader.size}"
     )

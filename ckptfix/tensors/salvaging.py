@@ -30,9 +30,11 @@ from ckptfix.tensors.single_files import (
     run,
 )
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor
+from ckptfix.wording import count_of
 
 _BLOCK = 1 << 20
 _BESIDE = "salvage keeps only the state dicts of modules, and this is outside them"
+_SHIFTED = "its values may be shifted"
 BEHIND = "bytes are left out: they follow the last tensor, and safetensors readers refuse that"
 """The words that follow the number of bytes at the end of a safetensors file."""
 
@@ -64,8 +66,9 @@ class SavedDict(Struct, frozen=True, kw_only=True):
     """A state dict of a damaged file: the keys that lead to it, and its intact tensors.
 
     ``ties``: other name -> name in ``tensors``. ``damaged``: tensors kept on request although they
-    are damaged. ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the
-    words in the header of a safetensors file, without the ties.
+    are damaged. ``unchecked``: the names of the tensors that have no checksum. ``doubtful``: those
+    of them whose bytes may not be where they were written. ``metadata``: the words in the header of
+    a safetensors file, without the ties.
     """
 
     path: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ class SavedDict(Struct, frozen=True, kw_only=True):
     lost: tuple[Lost, ...] = ()
     damaged: tuple[Lost, ...] = ()
     unchecked: frozenset[str] = frozenset()
+    doubtful: tuple[Lost, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -107,13 +111,17 @@ def salvage_safetensors(path: AnyPath) -> SavedDict:
         for name, kept in recorded.items()
         if kept not in names
     )
+    doubtful: tuple[Lost, ...] = ()
     if file.trailing > 0:
         lost.append(Lost(path.name, None, f"{file.trailing} {BEHIND}"))
+        reason = f"{_SHIFTED}: {count_of(file.trailing, 'extra byte')} in the file"
+        doubtful = tuple(Lost(path.name, one.fqn, reason) for one in tensors if 0 not in one.shape)
     return SavedDict(
         tensors=tuple(tensors),
         ties=ties,
         lost=(*lost, *gone),
         unchecked=frozenset(names),
+        doubtful=doubtful,
         metadata={
             key: text
             for key, text in file.metadata.items()
@@ -210,6 +218,7 @@ class _TorchSalvage:
         ties: dict[str, str] = {}
         lost: list[Lost] = []
         damaged: list[Lost] = []
+        doubtful: list[Lost] = []
         for one in state_dict.tensors:
             problem = self._problem(one)
             if problem is not None:
@@ -218,6 +227,8 @@ class _TorchSalvage:
                     lost.append(problem)
                     continue
                 damaged.append(problem)
+            elif sign := self._doubt(one):
+                doubtful.append(Lost(self._path.name, one.fqn, f"{_SHIFTED}: {sign}"))
             layout = self._layout(one)
             if isinstance(layout, Lost):
                 lost.append(layout)
@@ -240,11 +251,16 @@ class _TorchSalvage:
             lost=tuple(lost),
             damaged=tuple(damaged),
             unchecked=frozenset(one.fqn for one in state_dict.tensors if self._is_unchecked(one)),
+            doubtful=tuple(doubtful),
         )
 
     def _is_unchecked(self, one: PickledTensor) -> bool:
         place = self._file.places.get(one.storage_key)
         return place is not None and not place.crc
+
+    def _doubt(self, one: PickledTensor) -> str:
+        place = self._file.places.get(one.storage_key)
+        return place.doubt if place is not None and 0 not in one.shape else ""
 
     def _layout(self, one: PickledTensor) -> Layout | Lost:
         """Return the location of a tensor whose bytes are there, or the reason not to write it

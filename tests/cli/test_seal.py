@@ -128,9 +128,10 @@ def test_what_seal_leaves_out_and_what_check_warns_of_is_printed(
     (folder / "gone").symlink_to("nowhere")
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    assert run(["seal", str(folder)]) == 0
+    assert run(["seal", str(folder)]) == 1
+    assert run(["seal", str(folder), "--force"]) == 0
     out = capsys.readouterr().out
-    assert "warning trailing-bytes: model.safetensors" in out
+    assert "  error trailing-bytes: model.safetensors" in out
     assert f"sealed {folder}: " in out
     assert "not sealed: gone: is a broken symbolic link" in out
     assert run(["verify", str(folder)]) == 1

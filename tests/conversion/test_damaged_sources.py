@@ -306,3 +306,18 @@ def test_the_dtype_of_training_is_deepspeeds_alone(tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", _STATE)
     with pytest.raises(UsageError, match="has no DeepSpeed weights"):
         migrate(tmp_path / "a.safetensors", tmp_path / "b", to="bin", dtype="original")
+
+
+def test_a_surplus_that_safetensors_refuses_is_migrated_only_on_request(tmp_path: Path) -> None:
+    """Bytes that were inserted into a tensor leave it, too, and the copy would look intact."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.arange(9.0)}, source / "model.safetensors", {"format": "pt"})
+    with (source / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(OperationError, match="its values may be shifted; nothing was written"):
+        migrate(source, tmp_path / "new", to="bin")
+    assert not (tmp_path / "new").exists()
+    receipt = migrate(source, tmp_path / "new", to="bin", allow_damage=True)
+    assert "trailing-bytes" in receipt.warnings[0]
+    assert torch.load(tmp_path / "new" / "pytorch_model.bin")["w"].tolist() == [*range(9)]

@@ -317,6 +317,97 @@ def test_bytes_behind_the_last_tensor(tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "below").exists()
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_tensors_of_a_safetensors_file_with_extra_bytes_may_be_shifted(
+    tmp_path: Path, shards: int
+) -> None:
+    """They were saved as intact, although bytes were doubled before them."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ["model.safetensors"]
+    if shards == 2:
+        names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for seed, name in enumerate(names):
+        save_file({f"{seed}.{key}": value for key, value in module(seed).items()}, source / name)
+    if shards == 2:
+        keys = {f"{seed}.{key}": name for seed, name in enumerate(names) for key in module(0)}
+        index = {"metadata": {"total_size": 1}, "weight_map": keys}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    path = source / names[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1500] + data[-1508:-1500] + data[-1500:])
+    receipt = salvage(source, tmp_path / "new")
+    reason = "its values may be shifted: 8 extra bytes in the file"
+    kept = [f"{shards - 1}.{key}" for key in module(0)]
+    assert [(one.name, one.reason) for one in receipt.doubtful] == [(key, reason) for key in kept]
+    assert receipt.status == 1
+
+
+def legacy(path: Path, state: "dict[str, Any]") -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def tensor_bytes(value: torch.Tensor) -> bytes:
+    return bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("change", [b"", b"\x01" * 16], ids=["lost", "inserted"])
+def test_a_tensor_before_a_moved_storage_of_a_legacy_file_may_be_shifted(
+    tmp_path: Path, change: bytes
+) -> None:
+    state = {f"{number}": torch.arange(100.0) + 1000 * number for number in range(4)}
+    legacy(tmp_path / "m.bin", state)
+    data = (tmp_path / "m.bin").read_bytes()
+    # Storages are in the order of their addresses.
+    places = sorted((data.index(tensor_bytes(value)), key) for key, value in state.items())
+    at, moved = places[1][0] + 40, places[1][1]
+    (tmp_path / "m.bin").write_bytes(data[:at] + change + data[at + 8 * (not change) :])
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    reason = "its values may be shifted: the next storage does not begin where it should"
+    assert [(one.name, one.reason) for one in receipt.doubtful] == [(moved, reason)]
+    saved = load_file(tmp_path / "new" / "m.safetensors")
+    assert not torch.equal(saved[moved], state[moved])
+    assert all(torch.equal(saved[key], state[key]) for key in saved.keys() - {moved})
+
+
+def test_a_damaged_length_in_a_legacy_file_moves_no_storage(tmp_path: Path) -> None:
+    state = {f"{number}": torch.arange(100.0) + 1000 * number for number in range(3)}
+    legacy(tmp_path / "m.bin", state)
+    data = (tmp_path / "m.bin").read_bytes()
+    _, key = sorted((data.index(tensor_bytes(value)), key) for key, value in state.items())[1]
+    flip(tmp_path / "m.bin", data.index(tensor_bytes(state[key])) - 6)
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert [one.name for one in receipt.lost] == [key]
+    assert receipt.doubtful == ()
+
+
+def test_a_copied_file_with_extra_bytes_may_be_shifted(tmp_path: Path) -> None:
+    legacy(tmp_path / "m.bin", {"a": torch.arange(100.0) + 1})
+    data = (tmp_path / "m.bin").read_bytes()
+    (tmp_path / "m.bin").write_bytes(data[:-40] + data[-44:])
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert [str(one) for one in receipt.doubtful] == [
+        "m.bin: its values may be shifted: 4 extra bytes after its end"
+    ]
+
+
+def test_a_legacy_file_that_no_torch_reads_is_written_anew(tmp_path: Path) -> None:
+    """It was copied, and nothing was lost."""
+    state = {"a": torch.arange(9).to(torch.uint16), "b": torch.ones(3)}
+    legacy(tmp_path / "m.bin", state)
+    for weights_only in (True, False):
+        with pytest.raises(AttributeError):
+            torch.load(tmp_path / "m.bin", weights_only=weights_only)
+    (finding,) = check(tmp_path / "m.bin").findings
+    assert finding.code == "unloadable-pickle"
+    assert finding.advice == "to write its tensors to a new file: ckptfix salvage DIR NEW_DIR"
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert (receipt.status, receipt.copied) == (0, ())
+    saved = load_file(tmp_path / "new" / "m.safetensors")
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], value) for key, value in state.items())
+
+
 def test_zeros_at_the_end_are_named(tmp_path: Path) -> None:
     path = tmp_path / "source" / "model.safetensors"
     path.parent.mkdir()

@@ -4,6 +4,7 @@ numbers behind it.
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ckptfix import Policy, check, repair, salvage
+from ckptfix import Policy, Severity, check, repair, salvage
 from ckptfix.errors import OperationError
 from ckptfix.formats import safetensors_file
 from ckptfix.formats.safetensors_file import has_converted_lines, read_safetensors
@@ -67,9 +68,34 @@ def test_line_feeds_behind_16_mib_are_seen(tmp_path: Path) -> None:
 def test_appended_bytes_are_cut(path: Path, surplus: bytes) -> None:
     data = path.read_bytes()
     path.write_bytes(data + surplus)
-    assert [finding.code for finding in check(path.parent).findings] == ["trailing-bytes"]
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    (finding,) = check(path.parent).findings
+    assert (finding.code, finding.severity) == ("trailing-bytes", Severity.ERROR)
+    assert str(finding).endswith("; safetensors refuses the file")
     assert repair(path.parent, policy=TRIM).status == 0
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("is_zip", "surplus", "severity", "outcome"),
+    [
+        (True, 100, Severity.WARNING, "torch.load usually ignores them"),
+        (True, 100_000, Severity.ERROR, "torch.load refuses the file"),
+        (False, 100_000, Severity.WARNING, "torch.load usually ignores them"),
+    ],
+)
+def test_appended_bytes_are_an_error_where_torch_refuses_them(
+    tmp_path: Path, is_zip: bool, surplus: int, severity: Severity, outcome: str
+) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=is_zip)
+    path.write_bytes(path.read_bytes() + bytes(surplus))
+    with nullcontext() if severity is Severity.WARNING else pytest.raises(RuntimeError):
+        torch.load(path)
+    (finding,) = check(path.parent).findings
+    assert (finding.code, finding.severity) == ("trailing-bytes", severity)
+    assert str(finding).endswith(f"; {outcome}")
 
 
 @given(

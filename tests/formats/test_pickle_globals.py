@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ckptfix.formats.pickle_globals import (
     GlobalSafety,
     can_be_allowed,
     classify,
+    misspelt,
     safe_globals_line,
 )
 from tests.formats.making import read
@@ -46,6 +48,35 @@ def test_safe_is_what_the_installed_torch_allows() -> None:
     from torch._weights_only_unpickler import _get_allowed_globals
 
     assert {f"{module}.{name}" for module, name in SAFE} == set(_get_allowed_globals())
+
+
+@pytest.mark.parametrize("module", ["torch", "torch._utils", "torch.storage", "torch.nn.parameter"])
+def test_no_name_of_the_installed_torch_is_misspelt(module: str) -> None:
+    names = dir(import_module(module))
+    assert len(names) > 20
+    assert not [name for name in names if misspelt(module, name)]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "meant"),
+    [
+        ("torch._utils", "_rebuid_tensor_v2", "torch._utils._rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_tensoor_v2", "torch._utils._rebuild_tensor_v2"),
+        ("torch._utjls", "_rebuild_tensor_v2", "torch._utils._rebuild_tensor_v2"),
+        ("orch._utils", "_rebuild_tensor_v2", "torch._utils._rebuild_tensor_v2"),
+        ("torch", "loatStorage", "torch.FloatStorage"),
+        ("collections", "OrderedDct", "collections.OrderedDict"),
+        ("torch._utils", "_rebuild_tensor_v4", ""),
+        ("torch", "int9", ""),
+        ("torch", "tensor", ""),
+        ("torchx", "Tensor", ""),
+        ("collections", "UserDict", ""),
+    ],
+)
+def test_a_global_that_a_byte_turned_into_another_is_misspelt(
+    module: str, name: str, meant: str
+) -> None:
+    assert misspelt(module, name) == meant
 
 
 def test_what_fsdp_adds_is_what_the_installed_torch_adds() -> None:

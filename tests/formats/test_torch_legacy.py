@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix import check
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix import check, salvage
+from ckptfix.errors import FormatError, OperationError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_file
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.files import FileReader
@@ -299,3 +299,19 @@ def test_the_tensors_of_a_legacy_dict_with_a_module(tmp_path: Path) -> None:
         **LEGACY,
     )
     assert [tensor.fqn for one in read(path).state_dicts for tensor in one.tensors] == ["fc.weight"]
+
+
+@pytest.mark.parametrize("old", [b"_rebuild_tensor_v2", b"torch._utils", b"FloatStorage"])
+@pytest.mark.parametrize("cut", [0, 4])
+def test_a_global_that_lost_a_byte_is_damage(tmp_path: Path, old: bytes, cut: int) -> None:
+    """It was a warning that advised weights_only=False, which fails too, and salvage lost nothing."""
+    path = tmp_path / "ckpt.pt"
+    torch.save({"a": torch.ones(3), "b": torch.ones(2)}, path, **LEGACY)
+    path.write_bytes(path.read_bytes().replace(old, old[:cut] + old[cut + 1 :]))
+    for weights_only in (True, False):
+        with pytest.raises((pickle.UnpicklingError, AttributeError, ImportError)):
+            torch.load(path, weights_only=weights_only)
+    (finding,) = check(path).findings
+    assert finding.code == "malformed-file"
+    with pytest.raises(OperationError):
+        salvage(path, tmp_path / "out")

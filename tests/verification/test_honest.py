@@ -109,8 +109,8 @@ def test_a_folder_that_cannot_be_listed_is_named(
 
 
 def test_a_warning_of_check_is_status_1_and_seal_tells_it(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with (tmp_path / "model.safetensors").open("ab") as file:
+    torch.save({"w": torch.ones(4)}, tmp_path / "pytorch_model.bin")
+    with (tmp_path / "pytorch_model.bin").open("ab") as file:
         file.write(b"more")
     report = verify(tmp_path)
     assert [finding.code for finding in report.findings] == ["trailing-bytes"]

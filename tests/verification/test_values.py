@@ -442,6 +442,71 @@ def test_a_healthy_end_of_a_file_may_be_zero(tmp_path: Path) -> None:
             assert in_file_order(folder)[-1].fqn == max(state)
 
 
+@pytest.mark.parametrize(("rows", "shape"), [(51, (100, 100)), (99, (100, 100)), (600, (1000, 64))])
+def test_rows_of_zeros_at_the_end_of_a_file_are_told_where_they_are_most_of_a_weight(
+    tmp_path: Path, rows: int, shape: tuple[int, int]
+) -> None:
+    """A loss of 99 % of the last tensor was silent where it began between two rows."""
+    values(tmp_path, {"a.weight": torch.randn(64, 64), "b.weight": torch.randn(shape)})
+    lose_tail(tmp_path, rows * shape[1] * 4, "b.weight")
+    report = verify(tmp_path, data=True)
+    assert [(one.code, one.fqn) for one in report.values] == [("zero-pages", "b.weight")]
+    assert f"from byte {(shape[0] - rows) * shape[1] * 4} on" in report.values[0].text
+    assert report.status == 1
+
+
+@pytest.mark.parametrize("fqn", ["b.weight", "embed.weight"])
+def test_a_lost_page_between_two_rows_at_the_end_of_a_file_is_told(
+    tmp_path: Path, fqn: str
+) -> None:
+    """Less than a page of zeros, whose first byte begins a page and a row."""
+    save_file({fqn: torch.randn(75, 64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    # As many bytes more in the header that the data begins with a row of a page.
+    extra = "x" * (-place(tmp_path, fqn).offset % 256)
+    weights = {fqn: torch.randn(75, 64)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt" + extra})
+    piece = place(tmp_path, fqn)
+    assert piece.offset % 256 == 0
+    assert not verify(tmp_path, data=True).values
+    size = (piece.offset + piece.length) % 4096
+    assert 0 < size < 4096
+    lose_tail(tmp_path, size, fqn)
+    assert [one.code for one in verify(tmp_path, data=True).values] == ["zero-pages"]
+
+
+def test_healthy_rows_of_zeros_at_the_end_of_a_file(tmp_path: Path) -> None:
+    """No healthy model has another kind of tail of rows, as far as is known: a vocabulary that is
+    padded to a multiple, tables that are not used to their end, a bias or a LoRA of zeros, rows
+    where each begins with a page, and a file that goes on behind them.
+    """
+    healthy = {
+        "transformer.wte.weight": (50304 // 64, 64, 47),
+        "lm_head.weight": (128, 64, 60),
+        "pos_emb": (512, 32, 480),
+        "classifier.weight": (100, 64, 80),
+        "memory": (256, 64, 250),
+        "proj.lora_A.weight": (64, 64, 48),
+        "unnamed.weight": (1000, 64, 490),
+    }
+    for number, (fqn, (rows, width, zeros)) in enumerate(healthy.items()):
+        weight = torch.randn(rows, width)
+        weight[-zeros:] = 0
+        for after in ({}, {"z.bias": torch.zeros(300)}):
+            folder = tmp_path / f"{number}{len(after)}"
+            assert values(folder, {fqn: weight, **after}) == {}, fqn
+            assert in_file_order(folder)[-1].fqn == max((fqn, *after))
+    most = torch.randn(1000, 64)
+    most[100:] = 0
+    assert values(tmp_path / "bin", {"b.weight": most}, "bin") == {}
+    aligned = torch.randn(8, 1024)
+    aligned[5:] = 0
+    (tmp_path / "file").write_bytes(b"#" * 4096 + aligned.numpy().tobytes())
+    layout = Contiguous((Piece(tmp_path / "file", 4096, 8 * 4096),))
+    tensor = StoredTensor("embedding", "F32", (8, 1024), layout)
+    results = hash_all([TensorJob(tensor, True)], threads=1)
+    assert list(judge_values("m", [(tensor, results[0])])) == []
+
+
 def test_honest_patterns_of_zeros(tmp_path: Path) -> None:
     blocks = torch.zeros(512, 512)
     for at in range(0, 512, 128):

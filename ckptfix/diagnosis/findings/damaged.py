@@ -9,6 +9,7 @@ from msgspec import field
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
+from ckptfix.formats.torch_file import UNTYPED
 from ckptfix.wording import count_of, list_names, series
 
 FOLDER = "a folder"
@@ -53,17 +54,19 @@ class TruncatedFile(Finding, frozen=True, kw_only=True):
         return "copy the file again from its source, or use an older checkpoint"
 
 
-_FOUND_BY_TORCH = 69_562
+FOUND_BY_TORCH = 69_562
 """Most bytes after a zip archive with which torch 2.13 finds its end. In small files it can miss it
 after 4,075.
 """
 
 
 class TrailingBytes(Finding, frozen=True, kw_only=True):
-    """Bytes after the end of the format."""
+    """Bytes after the end of the format, with which no loader takes the file: safetensors 0.3 to 0.8
+    refuses every surplus, and so do the loaders on top of it.
+    """
 
     code = "trailing-bytes"
-    severity = Severity.WARNING
+    severity = Severity.ERROR
     action = Action.ASK
     option = "--allow trailing-bytes"
     meaning = (
@@ -76,21 +79,38 @@ class TrailingBytes(Finding, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> Resume:
-        """It fails where safetensors refuses the file, and where torch surely does not find its
-        end.
-
-        accelerate leaves random states out that it cannot load.
-        """
+        """It fails, except that accelerate leaves random states out that it cannot load."""
         name = parse_file_name(self.path.name)
         is_needed = name is None or name.role is not Role.RNG_STATE
-        is_refused = self.path.suffix == ".safetensors" or self.extra > _FOUND_BY_TORCH
-        return Resume.FAILS if is_refused and is_needed else Resume.SUCCEEDS
+        return Resume.FAILS if is_needed else Resume.SUCCEEDS
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of a load, in words."""
+        loader = "safetensors" if self.path.suffix == ".safetensors" else "torch.load"
+        return f"{loader} refuses the file"
 
     def __str__(self) -> str:
         return (
             f"{self.path}: {count_of(self.extra, 'extra byte')} after the end of the content (byte "
-            f"{self.end})"
+            f"{self.end}); {self.outcome}"
         )
+
+
+class IgnoredBytes(TrailingBytes, frozen=True):
+    """Bytes after the end of a torch file, few enough that torch.load finds its end."""
+
+    severity = Severity.WARNING
+
+    @property
+    def resume(self) -> Resume:
+        """It succeeds: nothing reads these bytes."""
+        return Resume.SUCCEEDS
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of a load, in words."""
+        return "torch.load usually ignores them"
 
 
 class NotATensorFile(Finding, frozen=True, kw_only=True):
@@ -411,7 +431,8 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
         needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
         needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
         needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
-        return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
+        call = "torch.load" if UNTYPED in self.opcodes else "torch.load(weights_only=True)"
+        return f"{self.path} {' and '.join(needs)}: {call} refuses it"
 
     @property
     def advice(self) -> str:
@@ -424,6 +445,8 @@ class UnloadablePickle(Finding, frozen=True, kw_only=True):
                 f"{trust}\nin the script, save the array as a tensor (torch.from_numpy) or as a "
                 "list"
             )
+        if UNTYPED in self.opcodes:
+            return "to write its tensors to a new file: ckptfix salvage DIR NEW_DIR"
         # No list of classes helps.
         how = "pickle.load" if self.plain else "torch.load(weights_only=False)"
         return (
