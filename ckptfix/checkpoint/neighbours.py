@@ -27,6 +27,7 @@ from ckptfix.checkpoint.folder_names import (
     is_one_of_several,
     parse_folder_name,
     split_number,
+    tells_runs_apart,
 )
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.checkpoint.roles import Role
@@ -207,12 +208,14 @@ class _Run(Struct, frozen=True, eq=False):
     """The checkpoints of a run in order of their numbers, and what was read of them.
 
     ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one
-    run.
+    run. ``counts_saves``: the numbers count its saves, None where the names do not tell: ``r_1``
+    and ``r_2`` may be two runs.
     """
 
     home: AnyPath
     listed: Sequence[Numbered]
     compared: Sequence[Numbered]
+    counts_saves: bool | None = False
     names: dict[str, Names] = field(default_factory=dict)
     models: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     scans: OrderedDict[str, dict[Role, CheckpointFolder]] = field(default_factory=OrderedDict)
@@ -238,8 +241,7 @@ class Neighbour(Struct, frozen=True, eq=False):
     @property
     def is_of_same_run(self) -> bool:
         """True where the number in its name counts saves."""
-        before, _ = split_number(self.name) or ("", 0)
-        return counts_saves(before)
+        return bool(self.run.counts_saves)
 
     @property
     def names(self) -> Names:
@@ -370,12 +372,23 @@ class Siblings:
 
     Names that libraries give to checkpoints are looked up in the folder that holds them. Others
     count as a run among ``paths``: the checkpoints, or with ``is_recursive`` the folders below
-    which each is one. Several threads may ask.
+    which each is one. There, ``is_one_run`` decides where the names do not tell. Several threads
+    may ask.
     """
 
-    def __init__(self, paths: Iterable[Openable] = (), *, is_recursive: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Openable] = (),
+        *,
+        is_recursive: bool = False,
+        is_one_run: Callable[[Iterable[Neighbour]], bool] = lambda saves: False,
+    ) -> None:
         self._paths: defaultdict[tuple[AnyPath, str], list[Numbered]] = defaultdict(list)
-        every = dict.fromkeys(path if isinstance(path, StorePath) else Path(path) for path in paths)
+        self._is_one_run = is_one_run
+        # "check -r runs/a" compared nothing: a checkpoint is looked up by its absolute path.
+        every = dict.fromkeys(
+            absolute(path if isinstance(path, StorePath) else Path(path)) for path in paths
+        )
         for path in every:
             if named := split_number(path.name):
                 stem, number = named
@@ -408,10 +421,20 @@ class Siblings:
         key = home.parent, stem
         with self._lock:
             run = self._runs.pop(key, None) or self._listed(home, stem)
-            self._runs[key] = run
-            if len(self._runs) > _MOST_RUNS:
-                self._runs.popitem(last=False)
-            return run
+            self._keep(key, run)
+        if run.counts_saves is None:
+            # Without the lock, as in ``once``.
+            saves = (Neighbour(run, name, is_before=False) for _, name in run.listed)
+            is_one = self._is_one_run(saves)
+            run = replace(run, counts_saves=is_one, compared=run.listed if is_one else run.compared)
+            with self._lock:
+                self._keep(key, run)
+        return run
+
+    def _keep(self, key: tuple[AnyPath, str], run: _Run) -> None:
+        self._runs[key] = run
+        if len(self._runs) > _MOST_RUNS:
+            self._runs.popitem(last=False)
 
     def _listed(self, home: AnyPath, stem: str) -> _Run:
         listed: list[Numbered] = []
@@ -422,10 +445,16 @@ class Siblings:
                 (parts[1], name) for parts, name in numbered if parts and parts[0] == stem
             )
         above = home.parent
-        is_known = family_of(home.name) is not None or not self._above.isdisjoint(
-            (above, *above.parents)
+        is_below = not self._above.isdisjoint((above, *above.parents))
+        counts: bool | None = counts_saves(stem)
+        if family_of(home.name) is not None or (counts and is_below):
+            return _Run(home, listed, listed, counts)
+        if tells_runs_apart(stem):
+            return _Run(home, listed, ())
+        is_undecided = is_below and len(listed) > 1 and not counts
+        return _Run(
+            home, listed, sorted(self._paths[above, stem]), None if is_undecided else counts
         )
-        return _Run(home, listed, listed if is_known else sorted(self._paths[above, stem]))
 
 
 class Neighbours:
@@ -436,6 +465,11 @@ class Neighbours:
     def __init__(self, siblings: Siblings, home: AnyPath) -> None:
         self.siblings = siblings
         self.home = home
+
+    @property
+    def are_of_one_run(self) -> bool:
+        """True where the numbers in their names count the saves of a run."""
+        return bool(self.siblings.run_of(self.home).counts_saves)
 
     def saves(self) -> tuple[list[Neighbour], list[Neighbour]]:
         """Return the nearest saves before the checkpoint and after it, the nearest first."""
