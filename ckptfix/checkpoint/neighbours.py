@@ -32,6 +32,8 @@ from ckptfix.checkpoint.folder_names import (
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -155,6 +157,42 @@ def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED)
     return parts
 
 
+NAMED_INSIDE = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.CUSTOM)
+"""Roles of files that have the name inside under which they were saved."""
+
+_SUFFIXES = (".bin", ".pt", ".pkl")
+
+
+def renamed_states(folder: CheckpointFolder) -> dict[str, str]:
+    """Return the files of ``save_state`` that somebody renamed, each with the name under which it was
+    saved.
+
+    ``torch.save`` names the folder in its zip file after the file, and the name stays (torch 2.13).
+    A file under its old name shows that the other one is a copy.
+    """
+    names = {path.name for path in (*(file.path for file in folder.components), *folder.strays)}
+    renamed: dict[str, str] = {}
+    for file in folder.components:
+        content = file.content
+        if (
+            file.role not in NAMED_INSIDE
+            or not isinstance(content, TorchFile)
+            or not isinstance(content.container, TorchZip)
+            or content.container.root == file.path.stem
+        ):
+            continue
+        former = [f"{content.container.root}{suffix}" for suffix in _SUFFIXES]
+        states = [name for name in former if _is_of_save_state(name)]
+        if states and names.isdisjoint(states):
+            renamed[file.path.name] = states[0]
+    return renamed
+
+
+def _is_of_save_state(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in NAMED_INSIDE and not parsed.is_of_trainer
+
+
 def are_on_both_sides(are_earlier: Iterable[bool]) -> bool:
     """Return whether there are earlier saves and later ones: no change of the script differs from
     all of them.
@@ -262,6 +300,17 @@ class Neighbour(Struct, frozen=True, eq=False):
     def parts(self) -> dict[Part, str]:
         """Its parts, as of ``parts_of``."""
         return self.names.parts
+
+    @property
+    def parts_as_saved(self) -> dict[Part, str]:
+        """Its parts by the names under which its states were saved. Opens files, unlike ``parts``;
+        the same where these cannot be read.
+        """
+        with suppress(CkptfixError, OSError), self.opened() as root:
+            renamed = renamed_states(self.scan(*NAMED_INSIDE, root=root))
+            names = sorted(renamed.get(name, name) for name in self.names.every)
+            return parts_of(map(PurePosixPath, names), NEXT_TO)
+        return self.parts
 
     def model_in(self, below: str) -> frozenset[str]:
         """Return the files of a model in a sub-folder, as of ``model_files``."""
