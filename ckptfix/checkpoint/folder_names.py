@@ -136,3 +136,18 @@ def counts_saves(before: str) -> bool:
     another.
     """
     return _COUNTED.fullmatch(before) is not None
+
+
+_OF_RUNS = re.compile(
+    r"(?:^|.*[^a-z])(?:run|exp|experiment|trial|fold|split|cv|seed|repeat|replica|config|cfg|sweep|version|ver|v"
+    r"|model|net|agent|member|student|teacher|rank|worker|client|node|host|gpu|device|job|task|stage|phase|part"
+    r"|site|group)s?[-_=. ]*",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def tells_runs_apart(before: str) -> bool:
+    """Return whether a number after this text tells runs, models or machines apart, which may have
+    different objects.
+    """
+    return _OF_RUNS.fullmatch(before) is not None

@@ -27,10 +27,13 @@ from ckptfix.checkpoint.folder_names import (
     is_one_of_several,
     parse_folder_name,
     split_number,
+    tells_runs_apart,
 )
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, PIPELINE
 from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -154,6 +157,42 @@ def parts_of(names: Iterable[PurePosixPath], roles: Collection[Role] = COMPARED)
     return parts
 
 
+NAMED_INSIDE = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.CUSTOM)
+"""Roles of files that have the name inside under which they were saved."""
+
+_SUFFIXES = (".bin", ".pt", ".pkl")
+
+
+def renamed_states(folder: CheckpointFolder) -> dict[str, str]:
+    """Return the files of ``save_state`` that somebody renamed, each with the name under which it was
+    saved.
+
+    ``torch.save`` names the folder in its zip file after the file, and the name stays (torch 2.13).
+    A file under its old name shows that the other one is a copy.
+    """
+    names = {path.name for path in (*(file.path for file in folder.components), *folder.strays)}
+    renamed: dict[str, str] = {}
+    for file in folder.components:
+        content = file.content
+        if (
+            file.role not in NAMED_INSIDE
+            or not isinstance(content, TorchFile)
+            or not isinstance(content.container, TorchZip)
+            or content.container.root == file.path.stem
+        ):
+            continue
+        former = [f"{content.container.root}{suffix}" for suffix in _SUFFIXES]
+        states = [name for name in former if _is_of_save_state(name)]
+        if states and names.isdisjoint(states):
+            renamed[file.path.name] = states[0]
+    return renamed
+
+
+def _is_of_save_state(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role in NAMED_INSIDE and not parsed.is_of_trainer
+
+
 def are_on_both_sides(are_earlier: Iterable[bool]) -> bool:
     """Return whether there are earlier saves and later ones: no change of the script differs from
     all of them.
@@ -207,12 +246,14 @@ class _Run(Struct, frozen=True, eq=False):
     """The checkpoints of a run in order of their numbers, and what was read of them.
 
     ``home``: one of them. ``listed``: all in its folder; ``compared``: those that are surely of one
-    run.
+    run. ``counts_saves``: the numbers count its saves, None where the names do not tell: ``r_1``
+    and ``r_2`` may be two runs.
     """
 
     home: AnyPath
     listed: Sequence[Numbered]
     compared: Sequence[Numbered]
+    counts_saves: bool | None = False
     names: dict[str, Names] = field(default_factory=dict)
     models: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     scans: OrderedDict[str, dict[Role, CheckpointFolder]] = field(default_factory=OrderedDict)
@@ -238,8 +279,7 @@ class Neighbour(Struct, frozen=True, eq=False):
     @property
     def is_of_same_run(self) -> bool:
         """True where the number in its name counts saves."""
-        before, _ = split_number(self.name) or ("", 0)
-        return counts_saves(before)
+        return bool(self.run.counts_saves)
 
     @property
     def names(self) -> Names:
@@ -260,6 +300,17 @@ class Neighbour(Struct, frozen=True, eq=False):
     def parts(self) -> dict[Part, str]:
         """Its parts, as of ``parts_of``."""
         return self.names.parts
+
+    @property
+    def parts_as_saved(self) -> dict[Part, str]:
+        """Its parts by the names under which its states were saved. Opens files, unlike ``parts``;
+        the same where these cannot be read.
+        """
+        with suppress(CkptfixError, OSError), self.opened() as root:
+            renamed = renamed_states(self.scan(*NAMED_INSIDE, root=root))
+            names = sorted(renamed.get(name, name) for name in self.names.every)
+            return parts_of(map(PurePosixPath, names), NEXT_TO)
+        return self.parts
 
     def model_in(self, below: str) -> frozenset[str]:
         """Return the files of a model in a sub-folder, as of ``model_files``."""
@@ -370,12 +421,23 @@ class Siblings:
 
     Names that libraries give to checkpoints are looked up in the folder that holds them. Others
     count as a run among ``paths``: the checkpoints, or with ``is_recursive`` the folders below
-    which each is one. Several threads may ask.
+    which each is one. There, ``is_one_run`` decides where the names do not tell. Several threads
+    may ask.
     """
 
-    def __init__(self, paths: Iterable[Openable] = (), *, is_recursive: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Openable] = (),
+        *,
+        is_recursive: bool = False,
+        is_one_run: Callable[[Iterable[Neighbour]], bool] = lambda saves: False,
+    ) -> None:
         self._paths: defaultdict[tuple[AnyPath, str], list[Numbered]] = defaultdict(list)
-        every = dict.fromkeys(path if isinstance(path, StorePath) else Path(path) for path in paths)
+        self._is_one_run = is_one_run
+        # "check -r runs/a" compared nothing: a checkpoint is looked up by its absolute path.
+        every = dict.fromkeys(
+            absolute(path if isinstance(path, StorePath) else Path(path)) for path in paths
+        )
         for path in every:
             if named := split_number(path.name):
                 stem, number = named
@@ -408,10 +470,20 @@ class Siblings:
         key = home.parent, stem
         with self._lock:
             run = self._runs.pop(key, None) or self._listed(home, stem)
-            self._runs[key] = run
-            if len(self._runs) > _MOST_RUNS:
-                self._runs.popitem(last=False)
-            return run
+            self._keep(key, run)
+        if run.counts_saves is None:
+            # Without the lock, as in ``once``.
+            saves = (Neighbour(run, name, is_before=False) for _, name in run.listed)
+            is_one = self._is_one_run(saves)
+            run = replace(run, counts_saves=is_one, compared=run.listed if is_one else run.compared)
+            with self._lock:
+                self._keep(key, run)
+        return run
+
+    def _keep(self, key: tuple[AnyPath, str], run: _Run) -> None:
+        self._runs[key] = run
+        if len(self._runs) > _MOST_RUNS:
+            self._runs.popitem(last=False)
 
     def _listed(self, home: AnyPath, stem: str) -> _Run:
         listed: list[Numbered] = []
@@ -422,10 +494,16 @@ class Siblings:
                 (parts[1], name) for parts, name in numbered if parts and parts[0] == stem
             )
         above = home.parent
-        is_known = family_of(home.name) is not None or not self._above.isdisjoint(
-            (above, *above.parents)
+        is_below = not self._above.isdisjoint((above, *above.parents))
+        counts: bool | None = counts_saves(stem)
+        if family_of(home.name) is not None or (counts and is_below):
+            return _Run(home, listed, listed, counts)
+        if tells_runs_apart(stem):
+            return _Run(home, listed, ())
+        is_undecided = is_below and len(listed) > 1 and not counts
+        return _Run(
+            home, listed, sorted(self._paths[above, stem]), None if is_undecided else counts
         )
-        return _Run(home, listed, listed if is_known else sorted(self._paths[above, stem]))
 
 
 class Neighbours:
@@ -436,6 +514,11 @@ class Neighbours:
     def __init__(self, siblings: Siblings, home: AnyPath) -> None:
         self.siblings = siblings
         self.home = home
+
+    @property
+    def are_of_one_run(self) -> bool:
+        """True where the numbers in their names count the saves of a run."""
+        return bool(self.siblings.run_of(self.home).counts_saves)
 
     def saves(self) -> tuple[list[Neighbour], list[Neighbour]]:
         """Return the nearest saves before the checkpoint and after it, the nearest first."""

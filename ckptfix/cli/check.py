@@ -15,6 +15,7 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.save_progress import are_saves_of_one_run
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.opened import opened_part
@@ -143,7 +144,7 @@ def _check_all(
     executor: Executor,
 ) -> int:
     below = Below(paths if recursive else (), opened, is_thrifty=not data)
-    siblings = Siblings(below.places.values(), is_recursive=True)
+    siblings = Siblings(below.places.values(), is_recursive=True, is_one_run=are_saves_of_one_run)
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""
@@ -170,8 +171,11 @@ def _check_all(
             if result.all_load:
                 has_loaded.set()
             doubted = filter(None, (finding.doubted for finding in result.all_findings))
-            differs = result.verdict == DIFFERENT
-            runs.end(checkpoint, place, result.known, doubted, differs=differs)
+            counts_saves = siblings.of(checkpoint).are_of_one_run and result.folder.is_save_state
+            runs.end(
+                checkpoint, place, result.known, doubted,
+                differs=result.verdict == DIFFERENT, counts_saves=counts_saves,
+            )  # fmt: skip
         # Models below have a report of their own there.
         return result.alone()
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.completion_markers import run_of, tracker_problem
-from ckptfix.checkpoint.folder_names import family_of
+from ckptfix.checkpoint.folder_names import FAMILIES, family_of, split_number
 from ckptfix.checkpoint.latest import (
     Candidate,
     judge,
@@ -46,11 +46,12 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     each with what it lacks. ``other_run``: what shows that the highest number is of an older run,
     in words. ``saved_later``: a lower number with newer files, in words: a copy explains minutes.
     ``not_checked``: whether the highest number is of the same run, where nothing decides.
+    ``pattern``: that of saves under other names, with which ``latest_checkpoint`` chooses one.
     """
 
     json_keys: ClassVar = (
         "run checkpoint problem clean? passed_over taken_instead? other_run? saved_later? "
-        "not_checked?"
+        "not_checked? pattern?"
     )
 
     run: AnyPath
@@ -64,10 +65,14 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
     other_run: str = ""
     saved_later: str = ""
     not_checked: str = ""
+    pattern: str = ""
 
     @property
     def text(self) -> str:
         """The answer as a sentence."""
+        if self.pattern:
+            call = f"ckptfix.latest_checkpoint({str(self.run)!r}, pattern={self.pattern!r})"
+            return f"{self.run}: no checkpoint was chosen: {self.problem}; next, in Python: {call}"
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
         but = f", {self.problem}" if self.problem else ""
@@ -143,6 +148,7 @@ class Runs:
         self._histories: dict[AnyPath, History | None] = {}
         self._known: dict[AnyPath, Candidate] = {}
         self._saved_last: dict[tuple[AnyPath, str], tuple[float, int, str]] = {}
+        self._unnamed: dict[tuple[AnyPath, str], list[tuple[int, str]]] = {}
         self._lock = Lock()
 
     def begin(self, path: AnyPath) -> None:
@@ -165,16 +171,23 @@ class Runs:
         doubted: Iterable[str] = (),
         *,
         differs: bool = False,
+        counts_saves: bool = False,
     ) -> None:
         """Take the exit status of a checkpoint. ``place``: the same, opened where a store has it.
         ``doubted``: names of checkpoints next to it that its findings put in doubt. ``differs``: a
-        note tells how it differs from those.
+        note tells how it differs from those. ``counts_saves``: it is a save of a run, by whatever
+        name, that has others next to it.
 
         There the newest one is looked at now, and the histories that ``other_run`` compares first
         are read: what was read of these checkpoints is in memory still, and costs no second
         request.
         """
         run, family = path.parent, family_of(path.name)
+        stem, number = split_number(path.name) or ("", 0)
+        if counts_saves and family is None:
+            with self._lock:
+                ends = sorted([*self._unnamed.get((run, stem), ()), (number, path.name)])
+                self._unnamed[run, stem] = [ends[0], *ends[1:][-1:]]
         time = time_of(place)
         with self._lock:
             if run not in self._unclean or family is None:
@@ -227,6 +240,14 @@ class Runs:
             with suppress(OSError):
                 taken = taken_instead(run)
             answers.append(replace(answer, taken_instead=taken))
+        known = ", ".join(pattern.format("N") for pattern in FAMILIES)
+        for (run, stem), ends in sorted(self._unnamed.items(), key=str):
+            if run not in self._unclean and len(ends) > 1:
+                names = " to ".join(name for _, name in ends)
+                problem = f"{names} have other names than the usual ones ({known})"
+                answers.append(
+                    Resume(run=run, checkpoint=None, problem=problem, pattern=f"{stem}{{}}")
+                )
         return answers
 
     def _is_copied_into_itself(self, run: AnyPath, answer: Resume) -> bool:

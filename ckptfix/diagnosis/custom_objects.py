@@ -48,6 +48,11 @@ def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterato
     near = [*before, *after]
     known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
     surplus = sorted(own.keys() - known)
+    if surplus:
+        # Somebody may have renamed theirs.
+        parts = [part for sibling in near for part in sibling.parts_as_saved]
+        known = {index for role, index in parts if role is Role.CUSTOM}
+        surplus = sorted(own.keys() - known)
     if near and surplus and known <= own.keys():
         yield (MisplacedEntry if before and after and known else ChangedEntry)(
             path=own[surplus[0]],

@@ -173,8 +173,9 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
         yield (
             f"{OF_ONE_SAVE} and none is missing: no file records which save it is from, and "
             "without another checkpoint of the run nothing shows how many ranks, models and states "
-            f"the run has{_odd_counts(case)}; only a seal right after each save proves it"
+            "the run has; only a seal right after each save proves it"
         )
+        yield from _odd_counts(case)
         return
     is_compared = not (case.sharded or case.deepspeed or is_sharded)
     compared = "check -r RUN compares the checkpoint with its neighbours; " * is_compared
@@ -184,18 +185,22 @@ def unchecked_of_save(case: Case) -> Iterator[str]:
     )
 
 
-def _odd_counts(case: Case) -> str:
-    """Return in words that the schedulers do not fit the optimizers.
+def _odd_counts(case: Case) -> Iterator[str]:
+    """Yield that the schedulers do not fit the optimizers.
 
-    This proves nothing: a script need not prepare its scheduler, or has two for one optimizer.
+    This proves nothing: a script need not prepare its scheduler, or has two for one optimizer. The
+    numbers are in the topic, which is printed without -v, too.
     """
     counts = Counter(role for role, _ in parts_of(paths_of_states(case.folder)))
     optimizers, schedulers = counts[Role.OPTIMIZER], counts[Role.SCHEDULER]
     scheduled = sum("initial_lr" in saved.options for saved in case.optimizers)
-    having = f"; the folder has {count_of(schedulers, 'scheduler')}, but"
+    having = f"whether {count_of(schedulers, 'scheduler')} and"
+    why = "a script may have prepared these alone"
     if scheduled > schedulers:
-        return f"{having} {count_of(scheduled, 'optimizer')} had one (initial_lr)"
-    return f"{having} {count_of(optimizers, 'optimizer')}" if schedulers > optimizers > 0 else ""
+        many = count_of(scheduled, "optimizer")
+        yield f"{having} {many} with initial_lr of a scheduler are all that was saved: {why}"
+    elif schedulers > optimizers > 0:
+        yield f"{having} {count_of(optimizers, 'optimizer')} are all that was saved: {why}"
 
 
 def unknown_files(case: Case) -> Iterator[str]:

@@ -2,19 +2,24 @@
 the scale of fp16.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice, pairwise
 from math import nan
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder_names import split_number
+from ckptfix.checkpoint.neighbours import Neighbour
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.optimizer_kinds import name_of
 from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.diagnosis.schedules import moves_of, numbers_of
+from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
 from ckptfix.formats.torch_file import TorchFile
 
@@ -147,3 +152,45 @@ def _is_plain_sgd(optimizer: SavedOptimizer) -> bool:
 
 def _has_momentum(values: Mapping[str, object]) -> bool:
     return values.get("momentum") not in (0, 0.0)
+
+
+_MOST_SAVES = 3
+
+
+def are_saves_of_one_run(folders: Iterable[Neighbour]) -> bool:
+    """Return whether numbered folders are saves of one run, as a counter in them keeps pace with the
+    numbers in their names: steps 5, 10 and 15 in ``e0``, ``e1`` and ``e2``.
+
+    Runs of a sweep or of a cross-validation make equal numbers of steps, or any. Reads the headers
+    of the first three saves.
+    """
+    points: dict[str, list[tuple[int, float]]] = {}
+    saves = (folder for folder in folders if folder.names.is_save)
+    for save in islice(saves, _MOST_SAVES):
+        _, number = split_number(save.name) or ("", 0)
+        with suppress(CkptfixError, OSError), save.opened() as root:
+            there = save.scan(*_COUNTING, root=root)
+            for name, value in progress_of(there, scan_dcp_folders(there)).counters.items():
+                points.setdefault(name, []).append((number, value))
+    # A counter whose file one of them lost shows less.
+    most = max(map(len, points.values()), default=0)
+    return any(_keeps_pace(values) for values in points.values() if len(values) == most)
+
+
+_COUNTING = (Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER)
+
+
+def _keeps_pace(points: Sequence[tuple[int, float]]) -> bool:
+    """Return whether values rise in proportion to numbers. Two are enough where both are in
+    proportion from 0 on, as with numbers that count epochs from 0 or 1.
+    """
+    if len(points) < 2 or any(
+        number >= later or value >= value_then
+        for (number, value), (later, value_then) in pairwise(points)
+    ):
+        return False
+    (first, begin), (second, middle), *more = points
+    if not more:
+        return any(begin * (second + at) == middle * (first + at) for at in (0, 1))
+    last, end = more[-1]
+    return (middle - begin) * (last - second) == (end - middle) * (second - first)

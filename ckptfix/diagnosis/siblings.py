@@ -14,10 +14,12 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     weights_names,
 )
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name, parse_folder_name
 from ckptfix.checkpoint.manifest import taken_by_repairs, usable_manifest
 from ckptfix.checkpoint.neighbours import (
     CONFIGS,
+    NAMED_INSIDE,
     NEXT_TO,
     Names,
     Neighbour,
@@ -27,6 +29,7 @@ from ckptfix.checkpoint.neighbours import (
     names_of,
     neighbours_have,
     parts_of,
+    renamed_states,
 )
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
@@ -125,6 +128,15 @@ def compared(
         if not any(role is Role.MODEL for role, _ in own):
             yield from _lost_lora(names, near)
     missing = lacking()
+    renamed: dict[str, str] = {}
+    if missing:
+        # A file that somebody renamed in a checkpoint next to this one is not missing here.
+        parts |= {save.name: save.parts_as_saved for save in near}
+        missing = lacking()
+    if missing:
+        with suppress(CkptfixError, OSError):
+            own_files = scan_folder(folder, wanted=lambda file: file.role in NAMED_INSIDE)
+            renamed = {former: name for name, former in renamed_states(own_files).items()}
     # A script that prepares an object twice after this save did so in it.
     later = {part for save in after for part in save.parts}
     if not may_be_doubled and any(
@@ -142,7 +154,11 @@ def compared(
     begun = [part for part in missing if part[0] is Role.DATALOADER]
     sure = [part for part in missing if part not in (*unsure, *begun)]
     hidden = {
-        part: under for part in sure if (under := under_name_of_trainer(examples[part], names))
+        part: under
+        for part in sure
+        if (
+            under := renamed.get(examples[part], "") or under_name_of_trainer(examples[part], names)
+        )
     }
     alone = tuple((IncompleteCheckpoint, [part]) for part in hidden)
     for kind, lost in (
@@ -162,11 +178,14 @@ def compared(
             files = (TRAINER_STATE, *files)
         if files:
             having = sum(all(part in parts[save.name] for part in lost) for save in near)
+            misnamed = renamed.get(files[0])
+            proof = f"; {misnamed} was saved under this name" if misnamed else ""
             yield kind(
                 path=PurePosixPath(files[0]),
                 missing=files,
                 known_by=(
                     f"{neighbours_have(having, len(near))} {'it' if len(files) == 1 else 'them'}"
+                    f"{proof}"
                 ),
                 of_trainer=is_of_trainer,
                 misnamed=hidden.get(lost[0], ""),

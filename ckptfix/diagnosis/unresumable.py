@@ -109,8 +109,8 @@ def lost_step(folder: CheckpointFolder) -> str | None:
     if not {Role.MODEL, Role.OPTIMIZER} <= roles or Role.RNG_STATE in roles or _is_foreign(folder):
         return None
     return (
-        "random states: none saved; load_state restores everything except the random "
-        "generators and accelerator.step"
+        "random states: none saved; load_state restores neither the random "
+        "generators nor accelerator.step"
     )
 
 

@@ -80,8 +80,12 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheduler", "hint"),
     [
-        (None, "the folder has 0 schedulers, but 1 optimizer had one (initial_lr); "),
-        ("scheduler_1.bin", "the folder has 2 schedulers, but 1 optimizer; "),
+        (
+            None,
+            "whether 0 schedulers and 1 optimizer with initial_lr of a scheduler are all that was "
+            "saved",
+        ),
+        ("scheduler_1.bin", "whether 2 schedulers and 1 optimizer are all that was saved"),
     ],
 )
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -104,7 +108,8 @@ def test_a_lone_folder_may_have_lost_its_last_files(
     report = check(place)
     (words,) = (words for words in report.not_checked if "belong to one save" in words)
     assert words.startswith("whether all files belong to one save and none is missing: ")
-    assert hint in words
+    assert f"{hint}: a script may have prepared these alone" in report.not_checked
+    assert f", {hint}" in str(report), "without -v"
     assert "  saved by   at least 1 process" in str(report)
     if is_stored:
         return
@@ -149,6 +154,29 @@ def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_p
     ]
 
 
+def test_what_a_load_does_without_each_lost_file_is_told(tmp_path: Path) -> None:
+    """All were said to stop it, and a line below that it restores all but the random states."""
+    roots = [make(tmp_path / f"checkpoint_{number}", "custom-object") for number in range(3)]
+    custom, *states = "custom_checkpoint_1.pkl", "random_states_0.pkl", "random_states_1.pkl"
+    (roots[2] / custom).unlink()
+    (alone,) = (one for one in check(roots[2]).findings if one.code == "incomplete-checkpoint")
+    assert alone.advice.startswith("load_state fails without this file; copy it again, or ")
+    for name in states:
+        (roots[2] / name).unlink()
+    report = check(roots[2])
+    (finding,) = (one for one in report.findings if one.code == "incomplete-checkpoint")
+    assert str(finding).startswith(f"{', '.join(states)}, {custom} are missing: 2 of 2 ")
+    assert finding.advice.startswith(
+        f"load_state fails without {custom}, and without {', '.join(states)} only logs that it "
+        "restores neither random states nor accelerator.step; copy them again, or resume from a "
+        "complete checkpoint; if the script has no such object, "
+    )
+    assert report.understood.problems == (
+        "random states: none saved; load_state restores neither the random generators nor "
+        "accelerator.step",
+    )
+
+
 def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     """A script without an optimizer, and an export of weights, are healthy: but they resume no
     other run.
@@ -164,8 +192,8 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     assert no_states.status == 0
     assert no_states.understood.problems == (
         (
-            "random states: none saved; load_state restores everything except the random "
-            "generators and accelerator.step"
+            "random states: none saved; load_state restores neither the random "
+            "generators nor accelerator.step"
         ),
     )
     assert not any(words.startswith("random states") for words in no_states.not_checked)

@@ -158,6 +158,34 @@ def test_all_optimizers_of_another_save_are_found(
     assert in_names(output).keys() == {f"checkpoint_{target}"}
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_older_optimizer_that_counts_no_steps_changes_the_checkpoint_to_resume_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The note said to resume from epoch_1 and was hidden, and the last line named epoch_2."""
+    model = torch.nn.Linear(30, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    for number in range(3):
+        model(torch.rand(2, 30)).sum().backward()
+        optimizer.step()
+        folder = tmp_path / f"epoch_{number}"
+        folder.mkdir()
+        save_file(model.state_dict(), folder / WEIGHTS)
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+        torch.save({"step": number}, folder / "random_states_0.pkl")
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("epoch_2, the newest complete one")
+    shutil.copy(tmp_path / "epoch_0" / "optimizer.bin", tmp_path / "epoch_2")
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "the files do not show which. Resume from epoch_1" in out
+    assert "3 checkpoints: 1 with differences, 2 clean" in out
+    assert out.splitlines()[-1] == (
+        f"resume from {tmp_path}/epoch_2, the newest complete one, which differs from its "
+        f"neighbours (see above); the newest one without problems: {tmp_path}/epoch_1"
+    )
+
+
 def epochs(output: Path, last: Callable[[torch.Tensor], torch.Tensor], count: int = 3) -> Path:
     """Save after each of three epochs of five steps, and change the weights once more in the
     last.

@@ -2,6 +2,7 @@
 under.
 """
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.diagnosis.test_wrong_states import (
     Run,
     exchanged,
 )
+from tests.stores.servers import upload_folder
 
 
 class Generators:
@@ -185,6 +187,37 @@ def test_a_scheduler_that_was_registered_before_is_healthy(tmp_path: Path) -> No
     again.accelerator.load_state(str(root))
     assert again.scheduler.scheduler.last_epoch == 3
     assert told(root) == []
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize(("count", "at"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("name", [SCHEDULER, "custom_checkpoint_1.pkl"])
+def test_a_file_renamed_in_one_of_several_checkpoints_is_told_there_alone(
+    name: str, count: int, at: int, is_stored: bool, tmp_path: Path
+) -> None:
+    """The other of two was told to lack the new name, and to hold a file too many."""
+    runs = tmp_path / "run"
+    for number in range(1, count + 1):
+        made = run(Counter())
+        made.accelerator._custom_objects[0].count = number
+        made.accelerator._schedulers.clear()
+        made.accelerator.scaler = None
+        made.save(runs / f"checkpoint_{number}")
+    root = runs / f"checkpoint_{at}"
+    (root / CUSTOM).rename(root / name)
+    place: Any = f"memory://{os.urandom(6).hex()}/run" if is_stored else runs
+    if is_stored:
+        upload_folder(runs, place)
+    for number in range(1, count + 1):
+        at_number = f"{place}/checkpoint_{number}"
+        findings = [one for one in check(at_number).findings if one.code == "incomplete-checkpoint"]
+        expected = [f"{CUSTOM} is missing"] if number == at else []
+        assert [str(one).partition(":")[0] for one in findings] == expected, number
+        for finding in findings:
+            assert str(finding).endswith(f"; {name} was saved under this name")
+            assert finding.advice.startswith(f"if {name!r} is that file, rename it to {CUSTOM}; ")
+        if number != at:
+            assert not [one for one in check(at_number).findings if one.code == "wrong-state"]
 
 
 def test_random_states_in_a_custom_object_are_judged_by_the_name_they_were_saved_under(

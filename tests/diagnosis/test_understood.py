@@ -113,8 +113,8 @@ def test_two_models_and_optimizers_each(tmp_path: Path) -> None:
         "  optimizer  optimizer.bin (SGD): 2 parameters",
         "  optimizer  optimizer_1.bin (NAdam): 2 parameters",
         (
-            "  random states: none saved; load_state restores everything except the random "
-            "generators and accelerator.step"
+            "  random states: none saved; load_state restores neither the random "
+            "generators nor accelerator.step"
         ),
     ]
 
@@ -265,8 +265,8 @@ def test_folders_of_fsdp_and_deepspeed() -> None:
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
         "  optimizer  optimizer_0/ (DCP, SGD): 5 parameters",
         (
-            "  random states: none saved; load_state restores everything except the random "
-            "generators and accelerator.step"
+            "  random states: none saved; load_state restores neither the random "
+            "generators nor accelerator.step"
         ),
     ]
     assert understood(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint") == [

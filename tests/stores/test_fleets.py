@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptfix.storage import stores
 from ckptfix.storage.store_files import StoreFiles
@@ -46,6 +47,10 @@ def runs(tmp_path: Path) -> Path:
         weights = bytearray((folder / "model.safetensors").read_bytes())
         weights[-1] ^= number
         (folder / "model.safetensors").write_bytes(weights)
+        optimizer = torch.load(folder / "optimizer.bin")
+        for state in optimizer["state"].values():
+            state["exp_avg"] += number
+        torch.save(optimizer, folder / "optimizer.bin")
     (tmp_path / "runs" / "one" / "checkpoint_3" / "optimizer.bin").unlink()
     for number in (1, 2):
         assert seal(tmp_path / "runs" / "one" / f"checkpoint_{number}").status == 0
@@ -81,8 +86,6 @@ def test_a_listing_is_looked_through_as_folders_are(
         one["not_checked"] = [
             text for text in words if not text.startswith("local headers of records")
         ]
-        # Two objects of this store never have one ETag, and more is not compared there.
-        one["findings"] = [each for each in one.get("findings", ()) if each["code"] != "stale-save"]
         if "counts" in one:
             one["counts"]["not_checked"] = len(one["not_checked"])
             one["counts"]["notes"] = sum(each["severity"] == "note" for each in one["findings"])

@@ -66,8 +66,9 @@ class Finding(Serialized, Struct, frozen=True, kw_only=True):
     option: ClassVar[str] = ""
     meaning: ClassVar[str]
     differs: ClassVar[bool] = False
-    """True for a note that a checkpoint differs from those next to it, which a change of the script
-    can explain: the checkpoint is not called clean.
+    """True for a note that a checkpoint differs from those next to it, or mixes saves, which a change
+    of the script can explain. Its advice is to resume from elsewhere otherwise, so that the
+    checkpoint is not called clean, and ``check -r`` also names one that is.
     """
 
     path: PurePosixPath

@@ -1,5 +1,7 @@
 """Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
+from collections.abc import Sequence
+
 from ckptfix.checkpoint.filenames import TRAINER_STATE, name_of_trainer, parse_file_name
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import dotted
@@ -39,6 +41,10 @@ _OF_A_RUN = {"optimizer", "scheduler", "rng"}
 """Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not
 saved.
 """
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_weights(file_name: str) -> bool:
@@ -95,11 +101,7 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         if self.problem:
             return f"{self.path}: {self.problem}"
         are = "is" if len(self.missing) == 1 else "are"
-        return f"{', '.join(self.missing[:3])}{self._more} {are} missing: {self.known_by}"
-
-    @property
-    def _more(self) -> str:
-        return f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+        return f"{_few(self.missing)} {are} missing: {self.known_by}"
 
     @property
     def advice(self) -> str:
@@ -156,7 +158,8 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
                 f"{self._cost_for_trainer}; copy {self._them} again, or resume from a complete "
                 f"checkpoint{ignore}"
             )
-        if all(name.startswith("random_states_") for name in self.missing):
+        states = [name for name in self.missing if name.startswith("random_states_")]
+        if len(states) == len(self.missing):
             # accelerate catches the error and logs it (checkpointing.py:load_accelerator_state).
             fewer = ", or ignore this if the run now has fewer processes"
             again = f"again{'' if 'random_states_0.pkl' in self.missing else fewer}"
@@ -164,8 +167,15 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
                 "load_state restores neither random states nor accelerator.step, and only logs "
                 f"that; copy {self._them} {again}"
             )
+        needed = self._what
+        if states:
+            others = [name for name in self.missing if name not in states]
+            needed = (
+                f"{_few(others)}, and without {_few(states)} only logs that it restores neither "
+                "random states nor accelerator.step"
+            )
         return (
-            f"load_state fails without {self._what}; copy {self._them} again, or resume from a "
+            f"load_state fails without {needed}; copy {self._them} again, or resume from a "
             "complete checkpoint; if the script has no such object, ignore this: load_state does "
             "not look for its file"
         )

@@ -387,6 +387,7 @@ class PerhapsOtherBeginning(OtherBeginning, frozen=True):
     """
 
     severity = Severity.NOTE
+    differs = True
 
 
 def _in_words(rates: tuple[float, ...]) -> str:
@@ -446,3 +447,4 @@ class PerhapsUncounted(UncountedSteps, frozen=True):
     """The same where the schedule did not move: fp16 may have skipped every step."""
 
     severity = Severity.NOTE
+    differs = True

@@ -103,6 +103,7 @@ class DoubtfulSave(StaleSave, frozen=True):
     """
 
     severity = Severity.NOTE
+    differs = True
 
     @property
     def advice(self) -> str:
@@ -112,8 +113,6 @@ class DoubtfulSave(StaleSave, frozen=True):
 
 class PerhapsRestored(DoubtfulSave, frozen=True):
     """The same where a script may have gone back to a model's best weights, or skipped all steps."""
-
-    differs = True
 
 
 class LaterState(StaleSave, frozen=True, kw_only=True):
@@ -160,6 +159,7 @@ class DoubtfulShard(OldShard, frozen=True):
     """
 
     severity = Severity.NOTE
+    differs = True
 
 
 class CopiedSave(StaleSave, frozen=True):
