@@ -260,17 +260,18 @@ def _moved(
     gone: Set[str],
     below: Mapping[PurePosixPath, frozenset[str]],
 ) -> Mapping[str, Sequence[PurePosixPath]]:
-    """Return missing shard -> files that may be it: with an ending such as ``.bak``, or in a
-    sub-folder.
+    """Return missing shard -> files that may be it: with an ending such as ``.bak``, of another
+    case, or in a sub-folder.
 
     A sub-folder with an index or a config is a model or a checkpoint of its own: that of the
     Trainer's last model has checkpoints with shards of the same names and keys.
     """
     moved: dict[str, list[PurePosixPath]] = {}
+    by_folded = {name.casefold(): name for name in gone}
     lengths = {len(name) for name in gone}
     for path in folder.strays:
         for length in lengths:
-            if (name := path.name[:length]) in gone:
+            if (name := by_folded.get(path.name[:length].casefold())) is not None:
                 moved.setdefault(name, []).append(path)
     for where, names in below.items():
         if not {index.name, CONFIG, TRAINER_STATE} & names:
