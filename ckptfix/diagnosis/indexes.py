@@ -16,7 +16,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
-from ckptfix.checkpoint.model_files import ModelFiles, Replacement
+from ckptfix.checkpoint.model_files import ModelFiles, Replacement, complete_sets
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Explained, Finding, as_kind
@@ -200,6 +200,7 @@ def _missing(
         holders = [path for path in candidates if _holds(folder.root / path, name, keys[name])]
         if len(holders) == 1:
             files[name] = holders[0]
+    complete = complete_sets(folder, group)
     yield MissingShard(
         path=PurePosixPath(gone[0]),
         others=gone[1:],
@@ -213,6 +214,8 @@ def _missing(
             for name in gone
             if name not in files and (packed := _packed(folder, name, existing)) is not None
         ),
+        complete=tuple(f"{of.shards[0].path} to {of.shards[-1].path}" for of in complete),
+        is_none_left=set(group.missing) >= set(group.listed.values()),
     )
 
 
@@ -372,6 +375,8 @@ def _diagnose_index(
             overwritten_with=original,
             overwritten=overwritten,
             is_read_in_part=bool(skipped and not unloaded),
+            gone=group.gone,
+            shards=len(group.members),
         )
         return (mismatch,)
     tied = tuple(sorted(group.tied))

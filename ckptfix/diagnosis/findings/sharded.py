@@ -32,7 +32,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     ``is_other_file``: the index lists a file that exists and is none of weights, such as
     ``config.json``. ``renamed``: the missing shards whose tensors a file of another name, or in a
     sub-folder, holds. ``packed``: one compressed file of each of the others that have one, with the
-    program that unpacks it.
+    program that unpacks it. ``complete``: the complete sets of another save that hold the listed
+    keys, in words. ``is_none_left``: no listed shard exists.
     """
 
     code = "missing-shard"
@@ -49,11 +50,16 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     is_other_file: bool = False
     renamed: tuple[RenamedShard, ...] = ()
     packed: tuple[tuple[PurePosixPath, str], ...] = ()
+    complete: tuple[str, ...] = ()
+    is_none_left: bool = False
 
     @property
     def is_salvageable(self) -> bool:
-        """True, as the other shards are intact, unless a new name brings all tensors back."""
-        return not self._is_renamed_alone
+        """True, as the other shards are intact, unless a new name brings all tensors back.
+
+        A copy in the shards of another save is never taken.
+        """
+        return not self._is_renamed_alone and not (self.is_none_left and self.complete)
 
     @property
     def _is_renamed_alone(self) -> bool:
@@ -79,6 +85,9 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
         if self.packed:
             lost += f"; found compressed: {list_names(str(path) for path, _ in self.packed)}"
+        if self.complete:
+            hold = "hold" if len(self.complete) == 1 else "each hold"
+            lost += f"; {series(self.complete)} of another save {hold} all keys that it lists"
         return f"{self.path}{more} missing; expected by {self.named_by}{lost}"
 
     @property
@@ -90,6 +99,13 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             steps = [f"{shard.step} {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
             steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
+        if self.complete:
+            index = self.named_by
+            return (
+                f"to load the save of {index}, copy its missing shards again from their source\n"
+                f"to load {' or '.join(self.complete)} instead, move {index} and the shards of all "
+                "other saves out of the folder, then: ckptfix repair DIR"
+            )
         return (
             "copy the shard again from its source; loading without it leaves random weights in "
             "the model"
@@ -104,7 +120,9 @@ class MissingShard(Finding, frozen=True, kw_only=True):
         """Return the advice with the commands that rename or unpack shards; a store has no such
         commands.
         """
-        if not (self.renamed or self.packed) or is_url(path):
+        if not (self.renamed or self.packed):
+            return super().advice_at(path)
+        if is_url(path):
             return self.advice
         folder = Path(path)
         renames = [
@@ -133,7 +151,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
     refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
     that one, and for a missing one of this name none does. ``overwritten``: shards with the tensors
-    of the shard ``overwritten_with`` instead of their own.
+    of the shard ``overwritten_with`` instead of their own. ``gone``: the listed files, of which
+    none exists, while ``shards`` shards are a complete set.
     """
 
     code = "index-mismatch"
@@ -159,6 +178,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     twin: PurePosixPath | None = None
     overwritten_with: str = ""
     overwritten: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    shards: int = 0
 
     @property
     def is_fixable(self) -> bool:
@@ -207,6 +228,12 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
             return (
                 f"{self.path} lists files of two formats: transformers reads {self.unread} as "
                 "safetensors and fails"
+            )
+        if self.gone:
+            files = count_of(len(self.gone), "missing file")
+            return (
+                f"{self.path} belongs to another save: it lists {files} (first {self.gone[0]}), "
+                f"but {self.shards} intact shards hold all of its {self.misplaced} tensors"
             )
         in_part = (
             ": with a device_map, transformers 4.44 leaves unlisted tensors random"
