@@ -684,3 +684,50 @@ def test_an_index_that_may_be_right_is_not_rebuilt(tmp_path: Path, doubt: str) -
         path_of_another.unlink()
     assert repair(path).status == 0
     assert is_equal(library.model, type(library.model).from_pretrained(path))
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_three_saves_left_is_two_warnings_and_one_choice(tmp_path: Path, kept: str) -> None:
+    """Each of nine shards was a warning, and the choice of the file left the others without an
+    index: a new finding, so nothing was changed.
+    """
+    library = Transformers()
+    folders = cuts(library, tmp_path / "model", 700, 1500, 2500, 99999)
+    folder = folders[1]
+    for each in (folders[0], folders[2]):
+        for shard in each.glob("*-of-*"):
+            shutil.copy(shard, folder)
+    shutil.copy(folders[3] / "model.safetensors", folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    shards, family = check(folder).all_findings
+    assert (shards.code, family.code) == ("stale-shard", "stale-family")
+    assert str(shards).startswith(
+        "model-00001-of-00002.safetensors and 7 more shards are left over"
+    )
+    assert shards.advice.endswith("ckptfix repair DIR --keep model.safetensors.index.json")
+    assert repair(folder, policy=Policy(families=frozenset({kept}))).status == 0
+    assert notes(folder) == []
+    save = folders[3 if kept == "model.safetensors" else 1]
+    loaded = type(library.model).from_pretrained(folder)
+    shutil.rmtree(tmp_path / "expected", ignore_errors=True)
+    expected = shutil.copytree(
+        save, tmp_path / "expected", ignore=shutil.ignore_patterns(".ckptfix", "*-of-00006*")
+    )
+    assert is_equal(loaded, type(library.model).from_pretrained(expected))
+    undo(folder)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_left_over_shards_alone_are_set_aside(tmp_path: Path) -> None:
+    library = Transformers()
+    old, folder = cuts(library, tmp_path / "model", 700, 2500)
+    for shard in old.glob("*-of-*"):
+        shutil.copy(shard, folder)
+    (finding,) = check(folder).all_findings
+    assert finding.severity.value == "warning"
+    assert (
+        repair(folder, policy=Policy(families=frozenset({"model.safetensors.index.json"}))).status
+        == 0
+    )
+    assert notes(folder) == []
+    assert is_equal(library.model, type(library.model).from_pretrained(folder))

@@ -621,8 +621,8 @@ class CountedStates(RefusedStates, frozen=True):
 
 
 class StaleShard(Finding, frozen=True, kw_only=True):
-    """A shard of another save next to a complete model. ``index``: the index or the file of that
-    model.
+    """Shards of another save next to a complete model. ``index``: the index or the file of that
+    model. ``others``: all of them but the first. ``is_whole``: the model is complete.
     """
 
     code = "stale-shard"
@@ -635,24 +635,49 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     )
 
     index: PurePosixPath
+    others: tuple[str, ...] = ()
+    is_whole: bool = True
+
+    @property
+    def files(self) -> tuple[PurePosixPath, ...]:
+        """All of the shards."""
+        return self.path, *map(PurePosixPath, self.others)
 
     def __str__(self) -> str:
+        if self.index.suffix != ".json":
+            return f"{self._left_over}: transformers, diffusers and accelerate use {self.index}"
         return (
-            f"{self.path} is left over from another save: loaders that follow the index use "
-            f"{self.index}, which does not list it"
+            f"{self._left_over}: loaders that follow the index use {self.index}, which does not "
+            f"list {self._them}"
         )
+
+    @property
+    def _left_over(self) -> str:
+        more = count_of(len(self.others), "more shard")
+        shards = f"{self.path} and {more} are" if self.others else f"{self.path} is"
+        return f"{shards} left over from another save"
+
+    @property
+    def _them(self) -> str:
+        return "them" if self.others else "it"
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return f"delete {self.path} if {self.index} is the save that you want"
+        if not self.is_whole:
+            shards = "these shards" if self.others else str(self.path)
+            return f"delete {shards} if {self.index} is the save that you want"
+        return (
+            f"if {self.index} is the save that you want, set {self._them} aside: ckptfix repair "
+            f"DIR --keep {self.index}"
+        )
 
 
 class RivalShard(StaleShard, frozen=True, kw_only=True):
-    """A left-over safetensors shard with other values than the model that the index lists: a
+    """Left-over safetensors shards with other values than the model that the index lists: a
     warning.
 
-    ``tensors``: the number of its tensors whose values differ. ``difference``: the first of them.
+    ``tensors``: the number of their tensors whose values differ. ``difference``: the first of them.
     """
 
     severity = Severity.WARNING
@@ -662,9 +687,9 @@ class RivalShard(StaleShard, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is left over from another save, with different values for "
+            f"{self._left_over}, with different values for "
             f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): "
-            "transformers, diffusers and accelerate ignore it, but torch's "
+            f"transformers, diffusers and accelerate ignore {self._them}, but torch's "
             "HuggingFaceStorageReader reads every safetensors file and may load them"
         )
 
@@ -677,8 +702,6 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     """
 
     severity = Severity.WARNING
-
-    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         more = count_of(len(self.others), "more shard")
