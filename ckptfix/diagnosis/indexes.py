@@ -398,7 +398,7 @@ def _diagnose_index(
             overwritten=overwritten,
             is_read_in_part=bool(skipped and not unloaded),
             gone=group.gone,
-            shards=len(group.members),
+            shards=len(group.members) if group.gone else 0,
         )
         return (mismatch,)
     tied = tuple(sorted(group.tied))

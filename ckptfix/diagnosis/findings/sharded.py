@@ -664,12 +664,12 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
+        shards = "these shards" if self.others else str(self.path)
         if not self.is_whole:
-            shards = "these shards" if self.others else str(self.path)
             return f"delete {shards} if {self.index} is the save that you want"
         return (
-            f"if {self.index} is the save that you want, set {self._them} aside: ckptfix repair "
-            f"DIR --keep {self.index}"
+            f"if {self.index} is the save that you want, set {shards} aside: ckptfix repair DIR "
+            f"--keep {self.index}"
         )
 
 
