@@ -627,7 +627,8 @@ class StaleShard(Finding, frozen=True, kw_only=True):
 
     code = "stale-shard"
     severity = Severity.NOTE
-    action = Action.TELL
+    action = Action.ASK
+    option = "--keep FILE"
     meaning = (
         "a shard that no index lists, next to a complete model: another save left it, and "
         "loaders that follow the index ignore it. A warning if torch's "
@@ -702,6 +703,8 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     """
 
     severity = Severity.WARNING
+    action = Action.TELL
+    option = ""
 
     def __str__(self) -> str:
         more = count_of(len(self.others), "more shard")
