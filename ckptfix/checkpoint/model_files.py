@@ -57,7 +57,8 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
     the same index. ``stale_of``: the index that names other shards. ``replaced``: the file or index
     of another save, where shards of this one are gone. ``renamed``: the member -> the missing file
     whose listed keys it holds. ``tied``: listed keys that no file holds, as each is tied to one
-    that a file holds.
+    that a file holds. ``gone``: the listed files, if none of them exists and the members, a
+    complete set of shards, hold all that the index lists.
     """
 
     members: tuple[Component, ...]
@@ -69,6 +70,7 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
     replaced: Replacement | None = None
     renamed: Mapping[PurePosixPath, str] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
+    gone: tuple[str, ...] = ()
     _joint: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
     _chains: dict[tuple[tuple[str, ...], str], tuple[str, ...]] = field(default_factory=dict)
     _scopes: dict[tuple[tuple[str, ...], str], list[NameScope]] = field(default_factory=dict)
@@ -235,7 +237,8 @@ def group_files(folder: CheckpointFolder) -> tuple[ModelFiles, ...]:
         for component in folder.components
         if component.path not in used
     ]
-    return tuple(_replaced(folder, _without_copies(groups)))
+    replaced = _replaced(folder, _without_copies(groups))
+    return tuple(concatenated.from_iterable(_of_another_cut(folder, group) for group in replaced))
 
 
 def _without_copies(groups: Sequence[ModelFiles]) -> Sequence[ModelFiles]:
@@ -312,6 +315,18 @@ def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePos
             if len(alike) == 1 and alike[0].name.suffix == PurePosixPath(name).suffix:
                 files[name] = alike[0]
         listed = [component for component in folder.components if str(component.path) in keys]
+        # A shard of another save that is cut elsewhere may begin and end like one of this save.
+        taken = {file.path for file in files.values()}
+        of_others = {
+            _shard_set(file)
+            for file in folder.components
+            if file.path not in taken and str(file.path) not in promised
+        }
+        files = {
+            name: file
+            for name, file in files.items()
+            if _shard_set(file) is None or _shard_set(file) not in of_others
+        }
         group = ModelFiles(
             members=(*listed, *files.values()),
             index_path=path,
@@ -355,6 +370,66 @@ def _replaced(folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> Sequenc
         if (replacement := _replacement(folder, shards, by_name, names)) is not None
     }
     return [replaced.get(group, group) for group in groups]
+
+
+def _of_another_cut(folder: CheckpointFolder, group: ModelFiles) -> Iterator[ModelFiles]:
+    """Yield a group; instead of an index of which no listed file exists, the one complete set of
+    shards that holds all that it lists, and the shards that are left over.
+    """
+    if not group.missing or group.is_left_over or group.renamed:
+        yield group
+        return
+    listed = set(group.listed.values())
+    lengths = {len(name) for name in listed}
+    existing = (*folder.strays, *folder.subfolders, *(file.path for file in folder.components))
+    # The download of a listed shard may go on: ``model-00001-of-00003.safetensors.incomplete``.
+    is_foreign = not any(path.name[:length] in listed for path in existing for length in lengths)
+    complete = complete_sets(folder, group) if is_foreign else []
+    # Of two sets, none is shown to be the right one: the index may be of a third save.
+    if len(complete) != 1 or not complete[0].is_proven:
+        yield group
+        return
+    shards = complete[0].shards
+    yield replace(group, members=shards, missing=(), tied=frozenset(), gone=tuple(sorted(listed)))
+    paths = {shard.path for shard in shards}
+    yield from (
+        ModelFiles(members=(shard,), stale_of=group.index_path)
+        for shard in group.members
+        if shard.path not in paths
+    )
+
+
+class CompleteSet(NamedTuple):
+    """Shards that hold every key of an index which lists none of them. ``is_proven``: they have the
+    bytes that the index counts.
+    """
+
+    shards: tuple[Component, ...]
+    is_proven: bool
+
+
+def complete_sets(folder: CheckpointFolder, group: ModelFiles) -> list[CompleteSet]:
+    """Return the sets of intact shards that an index does not list, and that hold each of its keys
+    once.
+    """
+    promised = set(group.listed.values())
+    sets: dict[ShardSet, list[Component]] = {}
+    for component in folder.components if group.index is not None else ():
+        shard_set = _shard_set(component) if str(component.path) not in promised else None
+        if shard_set is not None and str(group.index_path) in component.name.index_names:
+            sets.setdefault(shard_set, []).append(component)
+    listed = {key for key in group.listed if not is_computed(key)}
+    complete = []
+    for shards in map(_ordered, sets.values()):
+        keys = [tensor.fqn for shard in shards for tensor in shard.tensors]
+        held = {key for key in keys if not is_computed(key)}
+        is_whole = all(shard.problem is None for shard in shards) and [
+            shard.name.shard for shard in shards
+        ] == [(number, len(shards)) for number in range(1, len(shards) + 1)]
+        if is_whole and held and held == listed and len(set(keys)) == len(keys):
+            is_proven = group.total_size in (None, stored_size(shards))
+            complete.append(CompleteSet(shards, is_proven))
+    return complete
 
 
 def _is_damaged_index(group: ModelFiles) -> bool:

@@ -383,9 +383,9 @@ class Evidence:
         if not (is_trained or history.is_moved):
             yield untrained
 
-    def parted_later(self, original: Component, entry: Component) -> str:
-        """Return the name of a later checkpoint of the run in which two equal entries differ, ""
-        without such a checkpoint, or where an earlier one has them differ.
+    def parted(self, original: Component, entry: Component) -> tuple[str, str]:
+        """Return the names of an earlier and of a later checkpoint of the run in which two equal
+        entries differ, "" without such a checkpoint. An earlier one makes later ones meaningless.
 
         Copies differ once the run trains one of them. Models that differed before may be equal
         because the file of one was copied over that of the other. A checkpoint with another number
@@ -403,9 +403,9 @@ class Evidence:
                 ours, theirs = (twins[place] for twins, place in zip(there, places, strict=True))
                 if not _is_equal(root, ours, root, theirs):
                     if neighbour.is_earlier:
-                        return ""
+                        return neighbour.name, ""
                     later = neighbour.name
-        return later
+        return "", later
 
     def has_moments(self, path: PurePosixPath) -> bool:
         """Return whether an optimizer has made a step with a gradient that was not 0."""

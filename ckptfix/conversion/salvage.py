@@ -477,7 +477,8 @@ class _Folders:
     def _kept(self, group: ModelFiles, here: PurePosixPath) -> None:
         """Copy the intact files of a group in another folder, and note the others."""
         read = group.read_index if group.replaced is None else None
-        index = group.index if read is not None and not read.leads_back else None
+        is_of_files = read is not None and not read.leads_back and not group.gone
+        index = group.index if is_of_files else None
         for member in (*group.members, *([index] if index is not None else ())):
             self._files.state(replace(member, path=here / member.path))
         if group.replaced is not None:

@@ -325,6 +325,7 @@ class Models:
         if (
             group.read_index is not None
             and not group.read_index.leads_back
+            and not group.gone
             and group.index_path is not None
         ):
             self._found.copy(group.index_path)

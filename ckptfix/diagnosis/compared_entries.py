@@ -65,6 +65,18 @@ class ComparedEntry(NamedTuple):
         have, expected = _maxima(self.saved), _maxima(entry.saved)
         return bool(have and expected) and have.isdisjoint(expected)
 
+    def is_of_other_class(self, entry: "ComparedEntry") -> bool:
+        """Return whether two optimizers of as many parameters each have options that the other one
+        lacks. A newer or older torch only adds options, or only lacks some.
+        """
+        if self.saved is None or entry.saved is None:
+            return False
+        return (
+            bool(_lacking(self.saved, entry.saved))
+            and bool(_lacking(entry.saved, self.saved))
+            and sizes_of_groups(self.saved) == sizes_of_groups(entry.saved)
+        )
+
     def has_nothing_of(self, entry: "ComparedEntry") -> bool:
         """Return whether a model is another one than that of an entry, and not a later form of it.
 

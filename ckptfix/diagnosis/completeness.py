@@ -96,14 +96,17 @@ def incomplete(
     parts = parts_of(paths_of_states(folder))
     names = (component.name for component in folder.components if component.name.is_of_save_state)
     ranks = {name.rank for name in names if name.rank is not None}
+    under_other_names = {file.wanted for file in hidden if file.is_certain}
     roles = {role for role, _ in parts}
     rest = roles & {Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER}
     if ranks and (rest or 0 in ranks):
         shown_by = _writers(states) | _partitions(deepspeed)
         shown_by |= {rank: random_states_name(rank) for rank in ranks}
-        missing = [rank for rank in range(max(shown_by) + 1) if rank not in ranks]
-        if missing:
-            lost_states = tuple(random_states_name(rank) for rank in missing)
+        expected = (
+            random_states_name(rank) for rank in range(max(shown_by) + 1) if rank not in ranks
+        )
+        lost_states = tuple(name for name in expected if name not in under_other_names)
+        if lost_states:
             there = shown_by[max(shown_by)]
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost_states[0]),
@@ -117,7 +120,8 @@ def incomplete(
     if Role.SCHEDULER in roles and not (Role.OPTIMIZER in roles or is_of_script or has_deepspeed):
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
-        if manifest is None or name not in manifest.digests:
+        is_listed_alone = manifest is not None and name in manifest.digests
+        if not is_listed_alone and lost not in under_other_names:
             of_trainer = any(
                 one.path.name == name and one.name.is_of_trainer for one in folder.components
             )

@@ -35,6 +35,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
     IdenticalStates,
     NearlyEqualModels,
+    RecordedCopies,
     RelatedModels,
     ShiftedEntries,
     SurplusStates,
@@ -228,10 +229,13 @@ def _match(
                 doubt=doubt,
             )
             if isinstance(original, Component) and isinstance(entry, Component):
-                known_by = case.evidence.parted_later(original, entry)
-                return (
-                    as_kind(EqualAtFirst, identical, known_by=known_by) if known_by else identical
-                )
+                earlier, later = case.evidence.parted(original, entry)
+                if later:
+                    return as_kind(EqualAtFirst, identical, known_by=later)
+                are_recorded = all(map(case.evidence.is_registered, (original, entry)))
+                # Models that differed before may be equal because a file was copied.
+                if are_recorded and entry.chain == original.chain and not earlier:
+                    return as_kind(RecordedCopies, identical)
             return identical
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
             related = _related(case, pairing, difference, is_alone, full=full)

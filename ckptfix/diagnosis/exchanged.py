@@ -55,7 +55,7 @@ class _Neighbour(NamedTuple):
     of their numbers.
 
     ``is_earlier``, ``is_of_same_run``: as of ``Neighbour``. ``versions``: of the libraries that saved
-    it, by its configs.
+    it, by its configs. ``arguments``: the bytes of the Trainer's arguments.
     """
 
     folder: CheckpointFolder
@@ -64,6 +64,7 @@ class _Neighbour(NamedTuple):
     is_in_order: bool
     is_repaired: bool
     versions: tuple[tuple[str, str], ...]
+    arguments: bytes
 
 
 def diagnose_exchanged(
@@ -131,6 +132,8 @@ def diagnose_exchanged(
         is_of_another_run=not near[0].is_of_same_run,
         is_of_other_version=_versions(folder.root) != near[0].versions,
         nearest=near[0].folder.root.name,
+        has_same_arguments=is_of_trainer
+        and {_arguments(folder.root)} == {neighbour.arguments for neighbour in near} != {b""},
     )
     if adapters and not (change.has_same_models or change.has_same_optimizers):
         return
@@ -156,7 +159,8 @@ class _Change(NamedTuple):
     recorded its files, and a guarded load adds and removes wrappers. ``is_of_another_run``: the
     checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
     ``is_of_other_version``: another version of a library saved the nearest one, whose name is
-    ``nearest``.
+    ``nearest``. ``has_same_arguments``: the Trainer saved all of them with the same arguments, one
+    of which is the class of the optimizer.
     """
 
     is_excluded: bool
@@ -167,6 +171,7 @@ class _Change(NamedTuple):
     is_of_another_run: bool
     is_of_other_version: bool
     nearest: str
+    has_same_arguments: bool
 
     def is_alone(self, role: Role) -> bool:
         """Return whether entries of this role alone differ: no script changes its models or its
@@ -214,8 +219,19 @@ def _neighbours(
             there = neighbour.scan(*{*_ROLES, *roles}, root=root)
             order = neighbour.is_earlier, neighbour.is_of_same_run
             of_root = is_repaired(root), _versions(root)
-            near.append(_Neighbour(there, *order, _is_in_order(there), *of_root))
+            near.append(_Neighbour(there, *order, _is_in_order(there), *of_root, _arguments(root)))
     return near
+
+
+def _arguments(root: AnyPath) -> bytes:
+    """Return the bytes of the Trainer's arguments, b"" without any."""
+    with suppress(OSError), open_reader(root / "training_args.bin") as reader:
+        return reader.read(0, min(reader.size, _MOST_ARGUMENTS))
+    return b""
+
+
+_MOST_ARGUMENTS = 1 << 20
+"""Bytes of the arguments that are compared: a save of transformers 5.23 has 5 KB of them."""
 
 
 def _versions(root: AnyPath) -> tuple[tuple[str, str], ...]:
@@ -394,6 +410,7 @@ def _misplaced(
             (entry.has_nothing_of(expected) or (is_newest and entry.is_of_another(expected)))
             if role is Role.MODEL
             else entry.is_shuffled(expected)
+            or (change.has_same_arguments and entry.is_of_other_class(expected))
         )
         is_decided = is_wrapped or entry.is_reordered(expected)
         if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_decided:

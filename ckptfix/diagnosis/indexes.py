@@ -16,7 +16,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, is_unreadable
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
-from ckptfix.checkpoint.model_files import ModelFiles, Replacement
+from ckptfix.checkpoint.model_files import ModelFiles, Replacement, complete_sets
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Explained, Finding, as_kind
@@ -57,12 +57,18 @@ def diagnose_shards(case: Case) -> Iterator[Finding | Explained]:
     folder, groups, data = case.folder, case.groups, case.data
     root = folder.root
     below = _files_below(folder) if any(group.missing for group in groups) else {}
+    by_path = {group.path: group for group in groups}
+    left_over: dict[PurePosixPath, list[Component]] = {}
     for group in groups:
         if group.stale_of is not None:
-            listed = [member for of in groups if of.path == group.stale_of for member in of.members]
-            for shard in group.members:
-                yield _stale(root, shard, group.stale_of, listed, data=data)
-        elif group.replaced is not None and group.index is None:
+            left_over.setdefault(group.stale_of, []).extend(group.members)
+    for group in groups:
+        if group.stale_of is not None:
+            continue
+        if stale := left_over.get(group.path):
+            loaded = by_path[group.replaced.path] if group.replaced is not None else group
+            yield from _stale(root, stale, loaded, data=data)
+        if group.replaced is not None and group.index is None:
             first, *others = (str(shard.path) for shard in group.members)
             yield IncompleteShards(
                 path=PurePosixPath(first), index=group.replaced.path, others=tuple(others)
@@ -105,34 +111,50 @@ _BEFORE_INDEXES = ("model.safetensors", "pytorch_model.bin")
 
 
 def _stale(
-    root: AnyPath,
-    shard: Component,
-    index: PurePosixPath,
-    listed: Iterable[Component],
-    *,
-    data: bool,
-) -> StaleShard:
-    """Return the finding about a shard that an index does not list. ``listed``: the shards that it
-    does.
+    root: AnyPath, shards: Sequence[Component], group: ModelFiles, *, data: bool
+) -> Iterator[StaleShard]:
+    """Yield the findings about the shards of another save than ``group``: about those with other
+    values, and about the rest.
 
     torch 2.13's ``HuggingFaceStorageReader`` reads all safetensors files of a folder, and of two
     tensors with one key takes the one that is in the last file as the file system lists them.
     """
-    own = (
-        {tensor.fqn: tensor for tensor in shard.tensors}
-        if shard.name.suffix == ".safetensors"
-        else {}
-    )
-    repeated = {
-        tensor.fqn: {str(member.path): tensor, str(shard.path): own[tensor.fqn]}
-        for member in listed
+    listed = {
+        tensor.fqn: (str(member.path), tensor)
+        for member in group.members
         for tensor in member.tensors
-        if tensor.fqn in own
     }
-    unequal = _unequal(root, repeated, data=data)
-    if not unequal:
-        return StaleShard(path=shard.path, index=index)
-    return RivalShard(path=shard.path, index=index, tensors=len(unequal), difference=unequal[0])
+    unequal = {
+        shard.path: _unequal(
+            root,
+            {
+                tensor.fqn: dict((listed[tensor.fqn], (str(shard.path), tensor)))
+                for tensor in shard.tensors
+                if tensor.fqn in listed and shard.name.suffix == ".safetensors"
+            },
+            data=data,
+        )
+        for shard in shards
+    }
+    equal = [path for path, differing in unequal.items() if not differing]
+    rivals = [path for path, differing in unequal.items() if differing]
+    if equal:
+        yield StaleShard(
+            path=equal[0],
+            index=group.path,
+            others=tuple(map(str, equal[1:])),
+            is_whole=group.is_whole,
+        )
+    if rivals:
+        differing = [key for path in rivals for key in unequal[path]]
+        yield RivalShard(
+            path=rivals[0],
+            index=group.path,
+            others=tuple(map(str, rivals[1:])),
+            is_whole=group.is_whole,
+            tensors=len(set(differing)),
+            difference=differing[0],
+        )
 
 
 def _twin(group: ModelFiles, groups: Iterable[ModelFiles]) -> PurePosixPath | None:
@@ -200,6 +222,7 @@ def _missing(
         holders = [path for path in candidates if _holds(folder.root / path, name, keys[name])]
         if len(holders) == 1:
             files[name] = holders[0]
+    complete = complete_sets(folder, group)
     yield MissingShard(
         path=PurePosixPath(gone[0]),
         others=gone[1:],
@@ -213,6 +236,8 @@ def _missing(
             for name in gone
             if name not in files and (packed := _packed(folder, name, existing)) is not None
         ),
+        complete=tuple(f"{of.shards[0].path} to {of.shards[-1].path}" for of in complete),
+        is_none_left=set(group.missing) >= set(group.listed.values()),
     )
 
 
@@ -260,17 +285,18 @@ def _moved(
     gone: Set[str],
     below: Mapping[PurePosixPath, frozenset[str]],
 ) -> Mapping[str, Sequence[PurePosixPath]]:
-    """Return missing shard -> files that may be it: with an ending such as ``.bak``, or in a
-    sub-folder.
+    """Return missing shard -> files that may be it: with an ending such as ``.bak``, of another
+    case, or in a sub-folder.
 
     A sub-folder with an index or a config is a model or a checkpoint of its own: that of the
     Trainer's last model has checkpoints with shards of the same names and keys.
     """
     moved: dict[str, list[PurePosixPath]] = {}
+    by_folded = {name.casefold(): name for name in gone}
     lengths = {len(name) for name in gone}
     for path in folder.strays:
         for length in lengths:
-            if (name := path.name[:length]) in gone:
+            if (name := by_folded.get(path.name[:length].casefold())) is not None:
                 moved.setdefault(name, []).append(path)
     for where, names in below.items():
         if not {index.name, CONFIG, TRAINER_STATE} & names:
@@ -371,6 +397,8 @@ def _diagnose_index(
             overwritten_with=original,
             overwritten=overwritten,
             is_read_in_part=bool(skipped and not unloaded),
+            gone=group.gone,
+            shards=len(group.members) if group.gone else 0,
         )
         return (mismatch,)
     tied = tuple(sorted(group.tied))

@@ -4,13 +4,12 @@ Planning is pure: the same diagnosis and policy give the same plan, and no file 
 all files of a model change by one map: a model that is renamed in part would load wrong.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from msgspec import Struct
 
 from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.filenames import ModelName, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -42,19 +41,18 @@ from ckptfix.diagnosis.findings.duplicates import (
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters, UnusedKeys
-from ckptfix.diagnosis.findings.sharded import IndexMismatch, LeftoverIndex, UndecidedIndex
-from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, UndecidedIndex
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.diagnosis.wrapped_keys import NAMED_ROLES, ScopeKey, scope_key
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
 from ckptfix.repairs.plan_dcp import plan_dcp_names
+from ckptfix.repairs.plan_families import plan_families
 from ckptfix.repairs.steps import (
     Draft,
     DropEntry,
     Renumber,
     RewriteNames,
     Safety,
-    SetAside,
     Step,
     Trim,
     Unplanned,
@@ -336,88 +334,6 @@ def _is_wanted(draft: Draft, role: Role) -> bool:
 
 def _code(role: Role) -> str:
     return IdenticalModels.code if role is Role.MODEL else IdenticalStates.code
-
-
-def _families(finding: Finding) -> tuple[PurePosixPath, ...]:
-    """Return the files and indexes of one model that a finding is about; empty for any other
-    finding.
-    """
-    if isinstance(finding, StaleFamily | SecondFamily):
-        return finding.path, finding.preferred
-    if isinstance(finding, LeftoverIndex):
-        return finding.path, finding.file
-    if isinstance(finding, UndecidedIndex):
-        model = _model_of(finding.path)
-        # load_checkpoint_in_model takes the only index of a folder, of any model.
-        return finding.path, *(path for path in finding.loads.values() if _model_of(path) == model)
-    return ()
-
-
-def _model_of(path: PurePosixPath) -> tuple[ModelName | None, int]:
-    name = parse_file_name(path.name)
-    return (name.model, name.index) if name is not None else (None, 0)
-
-
-def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
-    """Plan to set aside all families of a model but the one that the user keeps, and return their
-    files.
-    """
-    rivals: dict[PurePosixPath, str] = {}
-    for finding in draft.findings:
-        paths = _families(finding)
-        rivals |= dict.fromkeys(paths, finding.code)
-        if finding.code in draft.policy.allow and paths and not draft.policy.families:
-            draft.stay(finding.code, paths[:1], "choose what to keep with --keep FILE")
-    groups = {group.path: group for group in draft.groups}
-    aside: set[PurePosixPath] = set()
-    for name in sorted(draft.policy.families):
-        kept = PurePosixPath(name)
-        others = [path for path in rivals if _model_of(path) == _model_of(kept) and path != kept]
-        files = {path: _files_of_family(groups[path]) for path in others}
-        gone = {file for members in files.values() for file in members}
-        if kept not in rivals or not others:
-            why: str | None = (
-                "no finding says that its model is also stored in another file or index"
-            )
-        elif any(str(path) in draft.policy.families for path in others):
-            why = f"--keep also names {list_names(sorted(map(str, others)))}"
-        else:
-            why = _family_objection(draft, groups[kept], gone)
-        if why is not None:
-            draft.stay(rivals.get(kept, StaleFamily.code), (kept,), why)
-            continue
-        for path in others:
-            size = sum(draft.components[file].size for file in files[path])
-            action = SetAside(path=path, files=files[path], kept=kept, size=size)
-            draft.add(
-                action, rivals[path], Safety.LOSSY, (*files[path], *_files_of_family(groups[kept]))
-            )
-        aside |= gone | set(others)
-    return frozenset(aside)
-
-
-def _files_of_family(group: ModelFiles) -> tuple[PurePosixPath, ...]:
-    """Return the files of a family, first its index. A file of another name may be of a script."""
-    index = (group.index.path,) if group.index is not None else ()
-    return *index, *(member.path for member in group.members if member.path not in group.renamed)
-
-
-def _family_objection(draft: Draft, kept: ModelFiles, gone: Set[PurePosixPath]) -> str | None:
-    """Return why the families next to ``kept`` stay, None where they may go. ``gone``: their
-    files.
-    """
-    is_damaged = any(
-        isinstance(finding, SecondFamily) and finding.is_damaged
-        for finding in draft.findings_of(kept.path)
-    )
-    if kept.is_left_over or kept.missing or is_damaged:
-        return "it is damaged or incomplete (see the other findings)"
-    if shared := sorted(str(path) for path in gone if draft.memberships[path] > 1):
-        return f"two indexes list {shared[0]}"
-    for link, places in draft.links.items():
-        if link not in gone and (needed := sorted(places & gone)):
-            return f"the symbolic link {link} would break, because it points to {needed[0]}"
-    return None
 
 
 def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:

@@ -266,7 +266,10 @@ def _prove_no_new_finding(
     known = {
         (_kind(finding), _moved(path, moved))
         for finding in plan.findings
-        for path in (finding.path, getattr(finding, "original", finding.path))
+        for path in (
+            *(finding.files if isinstance(finding, StaleShard) else (finding.path,)),
+            getattr(finding, "original", finding.path),
+        )
     }
     renames = any(isinstance(step.action, RewriteNames) for step in steps)
     written = {path for step in steps for path in _new_index(step)}

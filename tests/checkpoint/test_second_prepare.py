@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.optim import lr_scheduler
 
+from ckptfix import Accelerator as GuardedAccelerator
 from ckptfix import Policy, check, repair
 from ckptfix.checkpoint import pairing, second_prepare
 from ckptfix.checkpoint.folder import scan_folder
@@ -695,3 +697,33 @@ def test_a_save_that_lands_during_a_repair_is_named(
     assert f"{folder / 'pytorch_model_1.bin'} changed while it was read" in str(error.value)
     assert "next: wait until the save has ended, then: ckptfix repair" in str(error.value)
     assert snapshot(folder) == {**before, "pytorch_model_1.bin": b""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_apart_first", "statuses"),
+    [
+        (Accelerator, False, [1, 1, 1]),
+        (GuardedAccelerator, False, [0, 0, 0]),
+        # A model that differed before may be a copied file.
+        (GuardedAccelerator, True, [0, 1, 1]),
+    ],
+)
+def test_a_guarded_save_records_that_a_target_network_is_a_model(
+    tmp_path: Path, kind: type[Accelerator], is_apart_first: bool, statuses: list[int]
+) -> None:
+    """A hard update before each save made every checkpoint of a run a warning. Its files are those
+    of a model that was prepared twice (accelerate 1.12, one process): only a record decides.
+    """
+    accelerator = kind(cpu=True)
+    net, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net, target, optimizer = accelerator.prepare(net, target, optimizer)
+    folders = [tmp_path / f"checkpoint_{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        accelerator.backward(net(torch.ones(1, 3)).sum())
+        optimizer.step()
+        if number or not is_apart_first:
+            target.load_state_dict(net.state_dict())
+        accelerator.save_state(str(folder))
+    assert [check(folder).status for folder in folders] == statuses
+    assert [repair(folder).steps for folder in folders] == [()] * 3

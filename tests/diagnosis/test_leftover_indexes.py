@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 
-from ckptfix import Policy, check, latest_checkpoint, repair, salvage
+from ckptfix import Policy, check, latest_checkpoint, repair, salvage, undo
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_families import values, write
 from tests.diagnosis.test_odd_indexes import OLDEST, Diffusers, Library, Transformers
@@ -612,3 +612,122 @@ def test_such_a_file_next_to_one_file_of_weights_has_no_note(tmp_path: Path) -> 
     (tmp_path / "tokens.index.json").write_text("{}")
     assert REAL["load_checkpoint_in_model"](tmp_path) == 3
     assert notes(tmp_path) == []
+
+
+def cuts(library: Library, path: Path, *sizes: int) -> list[Path]:
+    """Save models with other weights, each in more shards than the last one."""
+    folders = [path.with_name(f"{path.name}-{size}") for size in sizes]
+    for number, (folder, size) in enumerate(zip(folders, sizes, strict=True)):
+        torch.manual_seed(number)
+        library.model = library.new()
+        library.model.save_pretrained(folder, max_shard_size=size)
+    return folders
+
+
+@pytest.mark.parametrize("kind", [Transformers, Diffusers])
+def test_an_index_of_another_save_over_a_complete_set_is_rebuilt(
+    tmp_path: Path, kind: type[Library]
+) -> None:
+    """Its shards were missed, to be copied again, and salvage found nothing."""
+    library = kind()
+    first, path = cuts(library, tmp_path / "model", 2500, 700)
+    (index,) = path.glob("*.index.json")
+    shutil.copy(first / index.name, index)
+    before = index.read_bytes()
+    (finding,) = check(path).all_findings
+    assert (finding.code, finding.severity.value) == ("index-mismatch", "error")
+    assert str(finding).startswith(f"{index.name} belongs to another save: it lists ")
+    assert f"{len([*path.glob('*-of-*')])} intact shards hold all of its" in str(finding)
+    salvaged = tmp_path / "salvaged"
+    assert not salvage(path, salvaged).lost
+    for folder in (path, salvaged):
+        assert repair(folder).status == 0
+        assert notes(folder) == []
+        assert is_equal(library.model, type(library.model).from_pretrained(folder))
+    undo(path)
+    assert index.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "doubt", ["size", "key", "two sets", "download", "a shard", "a listed one"]
+)
+def test_an_index_that_may_be_right_is_not_rebuilt(tmp_path: Path, doubt: str) -> None:
+    library = Transformers()
+    first, second, path = cuts(library, tmp_path / "model", 2500, 1500, 700)
+    (index,) = path.glob("*.index.json")
+    document = json.loads((first / index.name).read_text())
+    listed = sorted({*document["weight_map"].values()})
+    shards = sorted(path.glob("*-of-*"))
+    if doubt == "size":
+        document["metadata"]["total_size"] //= 2
+    elif doubt == "key":
+        document["weight_map"]["model.layers.9.mlp.up_proj.weight"] = listed[0]
+    elif doubt == "two sets":
+        for shard in second.glob("*-of-*"):
+            shutil.copy(shard, path)
+    elif doubt == "download":
+        (path / f"{listed[0]}.incomplete").write_bytes(b"cut")
+    elif doubt == "a shard":
+        shards[1].unlink()
+    else:
+        shutil.copy(first / listed[0], path)
+    index.write_text(json.dumps(document))
+    finding = next(one for one in check(path).all_findings if one.code == "missing-shard")
+    assert repair(path).steps == ()
+    is_named = doubt not in ("key", "a shard")
+    assert (f"{shards[0].name} to {shards[-1].name}" in str(finding)) is is_named
+    if not is_named:
+        assert "copy the shard again" in finding.advice
+        return
+    assert f"move {index.name} and the shards of all other saves out" in finding.advice
+    for path_of_another in {*path.iterdir()} - {*shards, path / "config.json"}:
+        path_of_another.unlink()
+    assert repair(path).status == 0
+    assert is_equal(library.model, type(library.model).from_pretrained(path))
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_three_saves_left_is_two_warnings_and_one_choice(tmp_path: Path, kept: str) -> None:
+    """Each of nine shards was a warning, and the choice of the file left the others without an
+    index: a new finding, so nothing was changed.
+    """
+    library = Transformers()
+    folders = cuts(library, tmp_path / "model", 700, 1500, 2500, 99999)
+    folder = folders[1]
+    for each in (folders[0], folders[2]):
+        for shard in each.glob("*-of-*"):
+            shutil.copy(shard, folder)
+    shutil.copy(folders[3] / "model.safetensors", folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    shards, family = check(folder).all_findings
+    assert (shards.code, family.code) == ("stale-shard", "stale-family")
+    assert str(shards).startswith(
+        "model-00001-of-00002.safetensors and 7 more shards are left over"
+    )
+    assert shards.advice.endswith("ckptfix repair DIR --keep model.safetensors.index.json")
+    assert repair(folder, policy=Policy(families=frozenset({kept}))).status == 0
+    assert notes(folder) == []
+    save = folders[3 if kept == "model.safetensors" else 1]
+    loaded = type(library.model).from_pretrained(folder)
+    shutil.rmtree(tmp_path / "expected", ignore_errors=True)
+    expected = shutil.copytree(
+        save, tmp_path / "expected", ignore=shutil.ignore_patterns(".ckptfix", "*-of-00006*")
+    )
+    assert is_equal(loaded, type(library.model).from_pretrained(expected))
+    undo(folder)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_left_over_shards_alone_are_set_aside(tmp_path: Path) -> None:
+    library = Transformers()
+    old, folder = cuts(library, tmp_path / "model", 700, 2500)
+    for shard in old.glob("*-of-*"):
+        shutil.copy(shard, folder)
+    (finding,) = check(folder).all_findings
+    assert finding.severity.value == "warning"
+    assert (
+        repair(folder, policy=Policy(families=frozenset({"model.safetensors.index.json"}))).status
+        == 0
+    )
+    assert notes(folder) == []
+    assert is_equal(library.model, type(library.model).from_pretrained(folder))

@@ -388,6 +388,18 @@ def test_a_model_under_another_name_alone_is_missing(tmp_path: Path, near: str) 
     assert ("incomplete-checkpoint", words) in problems(folder)
 
 
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
+def test_a_state_under_another_name_is_missed_once(tmp_path: Path, name: str) -> None:
+    """scheduler.bin implies an optimizer, and random_states_1.pkl a first process: a second warning
+    said that the file is gone, or to ignore it.
+    """
+    folder = Small().saved(tmp_path / "folder")
+    shutil.copy(folder / "random_states_0.pkl", folder / "random_states_1.pkl")
+    (folder / name).rename(folder / name.capitalize())
+    words = f"{name.capitalize()!r} exists, but load_state does not look for that name"
+    assert problems(folder) == [("incomplete-checkpoint", f"{name} is missing: {words}")]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
 @pytest.mark.parametrize("ending", [".bak", ".old"])
 def test_a_file_that_was_set_aside_and_is_needed_is_missing(

@@ -254,20 +254,26 @@ def test_shards_of_another_model_in_a_sub_folder_are_not_named(
 
 
 @pytest.mark.parametrize(
-    "ending", [".bak", "~", ".1", ".incomplete", ".crdownload", ".part", ".tmp"]
+    "name",
+    [
+        *("{}.bak", "{}~", "{}.1", "{}.incomplete", "{}.crdownload", "{}.part", "{}.tmp"),
+        *("{upper}", "{upper}.BAK"),
+    ],
 )
 def test_a_complete_shard_with_another_ending_is_named(
-    saved: Any, tmp_path: Path, ending: str
+    saved: Any, tmp_path: Path, name: str
 ) -> None:
+    """In capitals the ending, too, was another: the shard was to be copied again."""
     library, source = saved[Transformers, ".safetensors"]
     folder = copy_of(source, tmp_path / "model")
-    rename(folder, lambda name: name + ending, 2)
+    near = name.format(folder.shard(2).name, upper=folder.shard(2).name.upper())
+    rename(folder, lambda _: near, 2)
     # A download with all tensors is not an interrupted one, too, with advice to copy the file
     # again.
     (finding,) = findings(folder)
     assert finding.code == "missing-shard"
     assert finding.advice_at(str(folder.path)).startswith("rename ")
-    assert not any(ending in unchecked for unchecked in check(folder.path).not_checked)
+    assert not any(near in unchecked for unchecked in check(folder.path).not_checked)
     subprocess.run(finding.advice_at(str(folder.path)).partition(": ")[2], shell=True, check=True)
     assert library.is_loaded(folder)
     assert findings(folder) == []

@@ -176,6 +176,27 @@ def test_rounded_weights_are_a_note_at_the_end_of_a_run(run: Path) -> None:
     assert latest_checkpoint(run, pattern=TRAINER) == root
 
 
+@pytest.mark.parametrize("copies_arguments", [False, True])
+def test_an_optimizer_of_another_class_ends_a_run_of_one_class(
+    run: Path, tmp_path: Path, copies_arguments: bool
+) -> None:
+    """The newest checkpoint had a note, and was the one to resume from. Its arguments are those of
+    its neighbours, and name the optimizer: only a run with other arguments may have changed it.
+    """
+    another = train(tmp_path / "another", optim="adafactor")[-1]
+    root = run / "checkpoint-4"
+    for name in (OPTIMIZER, "training_args.bin")[: 1 + copies_arguments]:
+        shutil.copy(another / name, root)
+    with pytest.raises(KeyError, match="beta"):
+        train(tmp_path / "out", 5, start=root)
+    ((severity, sentence),) = told(root)
+    assert severity == ("note" if copies_arguments else "warning")
+    assert sentence.startswith(f"{OPTIMIZER}: it holds param groups without 'amsgrad', 'betas', ")
+    if not copies_arguments:
+        with pytest.warns(UserWarning, match="passed over checkpoint-4"):
+            assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
+
+
 @pytest.mark.parametrize("prefix", ["model.", "module."])
 @pytest.mark.parametrize("number", [2, 4])
 def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, prefix: str) -> None:

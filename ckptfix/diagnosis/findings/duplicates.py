@@ -81,7 +81,7 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     meaning = (
         "two models with the same keys and bytes: one model prepared twice, an intentional copy "
         "(EMA), or modules that share their weights. Only a note if the two differ in a later "
-        "checkpoint of the run and in no earlier one"
+        "checkpoint of the run and in no earlier one, or if a guarded save recorded both"
     )
 
     original: PurePosixPath
@@ -132,6 +132,26 @@ class EqualAtFirst(IdenticalModels, frozen=True, kw_only=True):
         return (
             "ignore this if the script copies one model into the other before it trains (a target "
             "network, an EMA); otherwise one file was copied over the other: use another checkpoint"
+        )
+
+
+class RecordedCopies(IdenticalModels, frozen=True):
+    """The same where a guarded save recorded both as models of the script: the guard registers a
+    model that is prepared twice once.
+    """
+
+    severity = Severity.NOTE
+    action = Action.TELL
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the guarded save recorded both as models of the script"
+
+    @property
+    def advice(self) -> str:
+        """Advice for copies of files: the record does not show when values became equal."""
+        return (
+            "ignore this for a target network, an EMA, or modules that share their weights; "
+            "otherwise one file was copied over the other: use another checkpoint"
         )
 
 

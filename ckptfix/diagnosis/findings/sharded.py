@@ -32,7 +32,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     ``is_other_file``: the index lists a file that exists and is none of weights, such as
     ``config.json``. ``renamed``: the missing shards whose tensors a file of another name, or in a
     sub-folder, holds. ``packed``: one compressed file of each of the others that have one, with the
-    program that unpacks it.
+    program that unpacks it. ``complete``: the complete sets of another save that hold the listed
+    keys, in words. ``is_none_left``: no listed shard exists.
     """
 
     code = "missing-shard"
@@ -49,11 +50,16 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     is_other_file: bool = False
     renamed: tuple[RenamedShard, ...] = ()
     packed: tuple[tuple[PurePosixPath, str], ...] = ()
+    complete: tuple[str, ...] = ()
+    is_none_left: bool = False
 
     @property
     def is_salvageable(self) -> bool:
-        """True, as the other shards are intact, unless a new name brings all tensors back."""
-        return not self._is_renamed_alone
+        """True, as the other shards are intact, unless a new name brings all tensors back.
+
+        A copy in the shards of another save is never taken.
+        """
+        return not self._is_renamed_alone and not (self.is_none_left and self.complete)
 
     @property
     def _is_renamed_alone(self) -> bool:
@@ -79,6 +85,9 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
         if self.packed:
             lost += f"; found compressed: {list_names(str(path) for path, _ in self.packed)}"
+        if self.complete:
+            hold = "hold" if len(self.complete) == 1 else "each hold"
+            lost += f"; {series(self.complete)} of another save {hold} all keys that it lists"
         return f"{self.path}{more} missing; expected by {self.named_by}{lost}"
 
     @property
@@ -90,6 +99,13 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             steps = [f"{shard.step} {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
             steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
+        if self.complete:
+            index = self.named_by
+            return (
+                f"to load the save of {index}, copy its missing shards again from their source\n"
+                f"to load {' or '.join(self.complete)} instead, move {index} and the shards of all "
+                "other saves out of the folder, then: ckptfix repair DIR"
+            )
         return (
             "copy the shard again from its source; loading without it leaves random weights in "
             "the model"
@@ -104,7 +120,9 @@ class MissingShard(Finding, frozen=True, kw_only=True):
         """Return the advice with the commands that rename or unpack shards; a store has no such
         commands.
         """
-        if not (self.renamed or self.packed) or is_url(path):
+        if not (self.renamed or self.packed):
+            return super().advice_at(path)
+        if is_url(path):
             return self.advice
         folder = Path(path)
         renames = [
@@ -133,7 +151,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
     refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
     that one, and for a missing one of this name none does. ``overwritten``: shards with the tensors
-    of the shard ``overwritten_with`` instead of their own.
+    of the shard ``overwritten_with`` instead of their own. ``gone``: the listed files, of which
+    none exists, while ``shards`` shards are a complete set.
     """
 
     code = "index-mismatch"
@@ -159,6 +178,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     twin: PurePosixPath | None = None
     overwritten_with: str = ""
     overwritten: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    shards: int = 0
 
     @property
     def is_fixable(self) -> bool:
@@ -207,6 +228,12 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
             return (
                 f"{self.path} lists files of two formats: transformers reads {self.unread} as "
                 "safetensors and fails"
+            )
+        if self.gone:
+            files = count_of(len(self.gone), "missing file")
+            return (
+                f"{self.path} belongs to another save: it lists {files} (first {self.gone[0]}), "
+                f"but {self.shards} intact shards hold all of its {self.misplaced} tensors"
             )
         in_part = (
             ": with a device_map, transformers 4.44 leaves unlisted tensors random"
@@ -594,13 +621,14 @@ class CountedStates(RefusedStates, frozen=True):
 
 
 class StaleShard(Finding, frozen=True, kw_only=True):
-    """A shard of another save next to a complete model. ``index``: the index or the file of that
-    model.
+    """Shards of another save next to a complete model. ``index``: the index or the file of that
+    model. ``others``: all of them but the first. ``is_whole``: the model is complete.
     """
 
     code = "stale-shard"
     severity = Severity.NOTE
-    action = Action.TELL
+    action = Action.ASK
+    option = "--keep FILE"
     meaning = (
         "a shard that no index lists, next to a complete model: another save left it, and "
         "loaders that follow the index ignore it. A warning if torch's "
@@ -608,24 +636,49 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     )
 
     index: PurePosixPath
+    others: tuple[str, ...] = ()
+    is_whole: bool = True
+
+    @property
+    def files(self) -> tuple[PurePosixPath, ...]:
+        """All of the shards."""
+        return self.path, *map(PurePosixPath, self.others)
 
     def __str__(self) -> str:
+        if self.index.suffix != ".json":
+            return f"{self._left_over}: transformers, diffusers and accelerate use {self.index}"
         return (
-            f"{self.path} is left over from another save: loaders that follow the index use "
-            f"{self.index}, which does not list it"
+            f"{self._left_over}: loaders that follow the index use {self.index}, which does not "
+            f"list {self._them}"
         )
+
+    @property
+    def _left_over(self) -> str:
+        more = count_of(len(self.others), "more shard")
+        shards = f"{self.path} and {more} are" if self.others else f"{self.path} is"
+        return f"{shards} left over from another save"
+
+    @property
+    def _them(self) -> str:
+        return "them" if self.others else "it"
 
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        return f"delete {self.path} if {self.index} is the save that you want"
+        shards = "these shards" if self.others else str(self.path)
+        if not self.is_whole:
+            return f"delete {shards} if {self.index} is the save that you want"
+        return (
+            f"if {self.index} is the save that you want, set {shards} aside: ckptfix repair DIR "
+            f"--keep {self.index}"
+        )
 
 
 class RivalShard(StaleShard, frozen=True, kw_only=True):
-    """A left-over safetensors shard with other values than the model that the index lists: a
+    """Left-over safetensors shards with other values than the model that the index lists: a
     warning.
 
-    ``tensors``: the number of its tensors whose values differ. ``difference``: the first of them.
+    ``tensors``: the number of their tensors whose values differ. ``difference``: the first of them.
     """
 
     severity = Severity.WARNING
@@ -635,9 +688,9 @@ class RivalShard(StaleShard, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.path} is left over from another save, with different values for "
+            f"{self._left_over}, with different values for "
             f"{count_of(self.tensors, 'tensor')} of {self.index} (first {self.difference!r}): "
-            "transformers, diffusers and accelerate ignore it, but torch's "
+            f"transformers, diffusers and accelerate ignore {self._them}, but torch's "
             "HuggingFaceStorageReader reads every safetensors file and may load them"
         )
 
@@ -650,8 +703,8 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     """
 
     severity = Severity.WARNING
-
-    others: tuple[str, ...] = ()
+    action = Action.TELL
+    option = ""
 
     def __str__(self) -> str:
         more = count_of(len(self.others), "more shard")
