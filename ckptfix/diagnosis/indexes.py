@@ -26,6 +26,7 @@ from ckptfix.diagnosis.findings.sharded import (
     ForeignIndex,
     IncompleteShards,
     IndexMismatch,
+    IndexOfOtherShards,
     LeftoverIndex,
     MissingShard,
     OddIndex,
@@ -397,9 +398,10 @@ def _diagnose_index(
             overwritten_with=original,
             overwritten=overwritten,
             is_read_in_part=bool(skipped and not unloaded),
-            gone=group.gone,
-            shards=len(group.members) if group.gone else 0,
         )
+        if group.gone:
+            shards = len(group.members)
+            mismatch = as_kind(IndexOfOtherShards, mismatch, gone=group.gone, shards=shards)
         return (mismatch,)
     tied = tuple(sorted(group.tied))
     computed = tuple(sorted(listed.keys() - holders.keys() - group.tied))

@@ -41,7 +41,11 @@ from ckptfix.diagnosis.findings.duplicates import (
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter, SeveralAdapters, UnusedKeys
-from ckptfix.diagnosis.findings.sharded import IndexMismatch, UndecidedIndex
+from ckptfix.diagnosis.findings.sharded import (
+    IndexMismatch,
+    IndexOfOtherShards,
+    UndecidedIndex,
+)
 from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.diagnosis.wrapped_keys import NAMED_ROLES, ScopeKey, scope_key
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
@@ -665,7 +669,8 @@ def plan_indexes(draft: Draft, maps: Maps, aside: Collection[PurePosixPath]) -> 
         is_kept = (
             isinstance(finding, UndecidedIndex) and str(group.index_path) in draft.policy.families
         )
-        if finding is not None and not (finding.is_fixable or is_kept):
+        is_chosen = isinstance(finding, IndexOfOtherShards) and finding.code in draft.policy.allow
+        if finding is not None and not (finding.is_fixable or is_kept or is_chosen):
             draft.stay(finding.code, (group.index_path,), finding.advice)
             continue
         new_map = _weight_map(group, maps)

@@ -151,8 +151,7 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     pass over them. ``refused``: its paths to files in the folder, such as ``./x``, if diffusers
     refuses them. ``twin``: an index of the same keys whose shards are missing; loaders look for
     that one, and for a missing one of this name none does. ``overwritten``: shards with the tensors
-    of the shard ``overwritten_with`` instead of their own. ``gone``: the listed files, of which
-    none exists, while ``shards`` shards are a complete set.
+    of the shard ``overwritten_with`` instead of their own.
     """
 
     code = "index-mismatch"
@@ -178,8 +177,6 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     twin: PurePosixPath | None = None
     overwritten_with: str = ""
     overwritten: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-    shards: int = 0
 
     @property
     def is_fixable(self) -> bool:
@@ -228,12 +225,6 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
             return (
                 f"{self.path} lists files of two formats: transformers reads {self.unread} as "
                 "safetensors and fails"
-            )
-        if self.gone:
-            files = count_of(len(self.gone), "missing file")
-            return (
-                f"{self.path} belongs to another save: it lists {files} (first {self.gone[0]}), "
-                f"but {self.shards} intact shards hold all of its {self.misplaced} tensors"
             )
         in_part = (
             ": with a device_map, transformers 4.44 leaves unlisted tensors random"
@@ -306,6 +297,39 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
         return (
             "not rebuilt: loading would leave random weights; copy the shards again from their "
             "source"
+        )
+
+
+class IndexOfOtherShards(IndexMismatch, frozen=True, kw_only=True):
+    """An index that lists ``gone`` files, of which none exists, next to ``shards`` shards, a
+    complete set of the same tensors. They may be of an older save than the index.
+    """
+
+    code = IndexMismatch.code
+    action = Action.ASK
+    option = f"--allow {code}"
+
+    gone: tuple[str, ...]
+    shards: int
+
+    @property
+    def is_fixable(self) -> bool:
+        """False, as only the user knows which of the two saves is wanted."""
+        return False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} belongs to another save: it lists {count_of(len(self.gone), 'file')} "
+            f"that {'is' if len(self.gone) == 1 else 'are'} missing (first {self.gone[0]}), but "
+            f"{self.shards} intact shards hold all of its {self.misplaced} tensors"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to decide between the index and the shards."""
+        return (
+            f"if the {self.shards} shards are the save that you want: ckptfix repair DIR "
+            f"{self.option}; if the index is, copy the missing files again from their source"
         )
 
 
