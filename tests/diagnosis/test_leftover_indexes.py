@@ -528,6 +528,9 @@ def test_a_set_of_many_shards_is_one_finding(tmp_path: Path) -> None:
         == f"{shards[3].name} and 5 more shards belong to an incomplete save: other shards and "
         "their index are missing; loaders use model.safetensors"
     )
+    # The advised repair was refused: "no finding says that its model is also stored".
+    assert repair(tmp_path, policy=Policy(families=frozenset({"model.safetensors"}))).status == 0
+    assert notes(tmp_path) == []
 
 
 # --- converted shards without an index, next to the index of the files from which they were

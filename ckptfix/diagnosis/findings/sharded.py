@@ -727,8 +727,6 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     """
 
     severity = Severity.WARNING
-    action = Action.TELL
-    option = ""
 
     def __str__(self) -> str:
         more = count_of(len(self.others), "more shard")
@@ -741,8 +739,4 @@ class IncompleteShards(StaleShard, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
-        shards = "these shards" if self.others else str(self.path)
-        return (
-            f"delete {shards} if {self.index} is the save that you want; otherwise copy the "
-            "shards and their index again"
-        )
+        return f"{super().advice}\notherwise copy the shards and their index again"
