@@ -285,7 +285,7 @@ def _umask() -> int:
 
 
 _NO_CHECKSUMS = (
-    "values without a checksum (safetensors, legacy torch files, pickles): flipped bits are not "
+    "values without a checksum (safetensors, legacy torch files, pickles): changed values are not "
     "detected"
 )
 
