@@ -301,15 +301,21 @@ class Neighbour(Struct, frozen=True, eq=False):
         """Its parts, as of ``parts_of``."""
         return self.names.parts
 
-    @property
-    def parts_as_saved(self) -> dict[Part, str]:
-        """Its parts by the names under which its states were saved. Opens files, unlike ``parts``;
-        the same where these cannot be read.
+    def parts_as_saved(self, own: Collection[Part]) -> dict[Part, str]:
+        """Return its parts by the names under which its states were saved, for a checkpoint with
+        ``own`` parts.
+
+        It opens files, where each of the two has what the other lacks: only then a file may have
+        been renamed. The parts by the present names where these cannot be read.
         """
-        with suppress(CkptfixError, OSError), self.opened() as root:
-            renamed = renamed_states(self.scan(*NAMED_INSIDE, root=root))
-            names = sorted(renamed.get(name, name) for name in self.names.every)
-            return parts_of(map(PurePosixPath, names), NEXT_TO)
+        theirs, mine = (
+            {part for part in parts if part[0] in NAMED_INSIDE} for parts in (self.parts, own)
+        )
+        if theirs - mine and mine - theirs:
+            with suppress(CkptfixError, OSError), self.opened() as root:
+                renamed = renamed_states(self.scan(*NAMED_INSIDE, root=root))
+                names = sorted(renamed.get(name, name) for name in self.names.every)
+                return parts_of(map(PurePosixPath, names), NEXT_TO)
         return self.parts
 
     def model_in(self, below: str) -> frozenset[str]:

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it, scanned
+from ckptfix.checkpoint.neighbours import (
+    Neighbours,
+    are_on_both_sides,
+    next_to_it,
+    parts_of,
+    scanned,
+)
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.compared_entries import is_float
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
@@ -50,7 +56,8 @@ def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterato
     surplus = sorted(own.keys() - known)
     if surplus:
         # Somebody may have renamed theirs.
-        parts = [part for sibling in near for part in sibling.parts_as_saved]
+        every = parts_of(one.path for one in folder.components)
+        parts = [part for sibling in near for part in sibling.parts_as_saved(every)]
         known = {index for role, index in parts if role is Role.CUSTOM}
         surplus = sorted(own.keys() - known)
     if near and surplus and known <= own.keys():

@@ -131,7 +131,7 @@ def compared(
     renamed: dict[str, str] = {}
     if missing:
         # A file that somebody renamed in a checkpoint next to this one is not missing here.
-        parts |= {save.name: save.parts_as_saved for save in near}
+        parts |= {save.name: save.parts_as_saved(own) for save in near}
         missing = lacking()
     if missing:
         with suppress(CkptfixError, OSError):

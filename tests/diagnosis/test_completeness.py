@@ -35,10 +35,11 @@ def give_own_values(root: Path) -> None:
         content = bytearray(path.read_bytes())
         content[-1] ^= int(number[0]) % 256
         path.write_bytes(content)
-    if (root / "optimizer.pt").exists():
-        optimizer = torch.load(root / "optimizer.pt")
-        optimizer["state"][0]["exp_avg"] += int(number[0])
-        torch.save(optimizer, root / "optimizer.pt")
+    for path in (*root.glob("optimizer.pt"), *root.glob("optimizer*.bin")):
+        optimizer = torch.load(path)
+        for state in optimizer["state"].values():
+            state["exp_avg"] += int(number[0])
+        torch.save(optimizer, path)
 
 
 def make(root: Path, source: str = "clean-safetensors", without: Iterable[str] = ()) -> Path:
