@@ -140,7 +140,7 @@ def counts_saves(before: str) -> bool:
 
 _OF_RUNS = re.compile(
     r"(?:^|.*[^a-z])(?:run|exp|experiment|trial|fold|split|cv|seed|repeat|replica|config|cfg|sweep|version|ver|v"
-    r"|model|net|agent|member|student|teacher|rank|worker|client|node|host|gpu|device|job|task|stage|phase|part"
+    r"|agent|member|student|teacher|rank|worker|client|node|host|gpu|device|job|task|stage|phase|part"
     r"|site|group)s?[-_=. ]*",
     re.DOTALL | re.IGNORECASE,
 )
