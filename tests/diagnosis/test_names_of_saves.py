@@ -49,6 +49,7 @@ def save(folder: Path, steps: int, *, processes: int = 1, schedulers: int = 1) -
         (("x_008", "x_016"), (8, 16)),
         (("swa_0", "swa_1"), (5, 10)),
         (("it_8", "it_16"), (3, 5)),
+        (("model_1000", "model_2000"), (10, 20)),
         (("ckpt-1", "ckpt-2"), (5, 5)),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_file_that_one_of_several_saves_lost_is_found_under_any_names(
     [
         (("fold0", "fold1", "fold2"), (5, 10, 15)),
         (("run1", "run2"), (5, 10)),
-        (("model1", "model2"), (5, 10)),
+        (("model1", "model2"), (5, 5)),
         (("rank0", "rank1"), (5, 10)),
         (("exp_1", "exp_2", "exp_3"), (5, 10, 15)),
         (("stage_1", "stage_2"), (5, 10)),
