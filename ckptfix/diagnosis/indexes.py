@@ -223,7 +223,7 @@ def _missing(
         holders = [path for path in candidates if _holds(folder.root / path, name, keys[name])]
         if len(holders) == 1:
             files[name] = holders[0]
-    complete = complete_sets(folder, group)
+    complete = complete_sets(folder, group) if len(files) < len(gone) else []
     yield MissingShard(
         path=PurePosixPath(gone[0]),
         others=gone[1:],
