@@ -52,19 +52,15 @@ class CarriedMoments(Struct, frozen=True, kw_only=True):
 
 
 def in_own_order(
-    root: Path, state: Any, entry: Entry, target: Target, named: Named
+    state: Any, names: Mapping[Number, Name], optimizer: torch.optim.Optimizer, named: Named
 ) -> tuple[Any, str]:
     """Return a state with the parameters in the order of this run, where names tell it; and why it
-    does not suit this run, "" where it may. Raises OSError.
+    does not suit this run, "" where it may. ``names``: as of ``saved_names``.
     """
-    optimizer = target.inner
-    if class_problem(state, entry, target) or not isinstance(optimizer, torch.optim.Optimizer):
-        return state, ""
     groups = state["param_groups"]
     sizes, own_sizes = (
         [len(group["params"]) for group in each] for each in (groups, optimizer.param_groups)
     )
-    names = _saved_names(root, entry, groups)
     if sizes != own_sizes or not names:
         return state, ""
     own: dict[int, list[Name]] = {}
@@ -110,7 +106,7 @@ def carry(
     optimizer = target.inner
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         return f"{target.what} does not keep its moments by parameter, so none can be loaded"
-    saved = _saved_names(root, entry, state["param_groups"])
+    saved = saved_names(root, entry, state["param_groups"])
     own: dict[int, list[Name]] = {}
     loaded: set[int] = set()
     for number in held:
@@ -125,11 +121,11 @@ def carry(
     return _carried(state, optimizer, own, loaded, saved)
 
 
-def _saved_names(
+def saved_names(
     root: Path, entry: Entry, groups: Sequence[Mapping[str, Any]]
 ) -> dict[Number, Name]:
     """Return the names of saved parameters, by the guarded save or by ``param_names``; {} without
-    either.
+    either. Raises OSError.
 
     A script may give ``param_names`` that begin anew in each group: weight, bias, weight, bias.
     """

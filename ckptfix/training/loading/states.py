@@ -32,10 +32,23 @@ from ckptfix.training.loading.assignment import (
     undecided,
     went_elsewhere,
 )
-from ckptfix.training.loading.checking import optimizer_problem, random_problem, scaler_problem
+from ckptfix.training.loading.checking import (
+    class_problem,
+    optimizer_problem,
+    random_problem,
+    scaler_problem,
+)
 from ckptfix.training.loading.draft import Draft, LoadState, SetRandom, SetSampler, SetStep
 from ckptfix.training.loading.load_report import LoadError, Part, Requirement, Status
-from ckptfix.training.loading.moments import CarriedMoments, Named, carry, in_own_order
+from ckptfix.training.loading.moments import (
+    CarriedMoments,
+    Name,
+    Named,
+    Number,
+    carry,
+    in_own_order,
+    saved_names,
+)
 from ckptfix.training.loading.targets import Target
 from ckptfix.wording import Brief, count_of
 
@@ -107,8 +120,15 @@ def by_names(root: Path, offer: SavedStates, named: Named) -> SavedStates:
     reasons = [list(row) for row in offer.reasons]
     for position, row in enumerate(reasons):
         entry, saved = offer.entries[position], offer.states[position]
+        names: Mapping[Number, Name] | None = None
         for number, target in enumerate(offer.targets if not offer.problems[position] else ()):
-            state, reason = in_own_order(root, saved, entry, target, named)
+            optimizer = target.inner
+            if class_problem(saved, entry, target) or not isinstance(
+                optimizer, torch.optim.Optimizer
+            ):
+                continue
+            names = saved_names(root, entry, saved["param_groups"]) if names is None else names
+            state, reason = in_own_order(saved, names, optimizer, named)
             if reason or state is not saved:
                 row[number] = reason or optimizer_problem(state, entry, target, is_ordered=True)
                 ordered[position, number] = state
