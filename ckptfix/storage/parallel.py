@@ -193,8 +193,10 @@ def in_turn(
             first, result = ahead.popleft()
             yield first, result.result()
     finally:
+        # First, or a thread that was stopped would begin a task that waits.
+        pool.shutdown(wait=False, cancel_futures=True)
         stop()
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
 
 
 def cores() -> int:
