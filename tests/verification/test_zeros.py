@@ -164,7 +164,7 @@ def test_a_layer_that_lacks_what_others_have_needs_no_proof_of_steps(
     notes = verify(file.parent, data=True).values
     (found,) = [one for one in notes if one.severity is not Severity.NOTE]
     assert found.fqn == name
-    assert found.text.endswith("is zero in every element, but not in 4 other layers")
+    assert found.text.endswith("is zero in every element, unlike in 4 other layers")
     blank(file, *(f"layers.{number}.mlp.weight" for number in range(5)), "head.weight")
     # All layers alike: so it was built.
     assert warned(file.parent) == ([name] if "norm" in name else [])
