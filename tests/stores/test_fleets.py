@@ -74,6 +74,9 @@ def test_a_listing_is_looked_through_as_folders_are(
         "truncated-file-dcp",
     ):
         shutil.copytree(FIXTURES / "golden" / name, runs / name)
+    # A save counts as running for a day, and an upload is new in a checkout that is older.
+    for path in (runs / "staging-folder").rglob("*"):
+        os.utime(path)
     zero = next((FIXTURES / "deepspeed-0.18.2").glob("*/checkpoint"))
     shutil.copytree(zero / "pytorch_model", runs / "engine" / "global_step5")
     (runs / "engine" / "latest").write_text("global_step5")
