@@ -199,9 +199,13 @@ def list_names(names: Iterable[str]) -> str:
     """Return names in one short line: layers collapsed, at most three, and how many more there
     are.
     """
-    collapsed = collapse_layers(names)
-    more = f" and {len(collapsed) - _SHOWN} more" if len(collapsed) > _SHOWN else ""
-    return ", ".join(repr(name) for name in collapsed[:_SHOWN]) + more
+    return first_few([repr(name) for name in collapse_layers(names)])
+
+
+def first_few(things: Sequence[object], most: int = _SHOWN) -> str:
+    """Return the first of several things in one short line, and how many more there are."""
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(map(str, things[:most])) + more
 
 
 def series(words: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.storage.files import AnyPath, absolute, names_in
 from ckptfix.storage.paths import JOURNAL, leads_nowhere, unreadable
 from ckptfix.storage.reading import read_start
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import count_of, first_few, human_size
 
 _MAX_STATE = 256 << 20
 _CONTROL = "TrainerControl"
@@ -136,8 +136,7 @@ def missing_among(
     if not has_deepspeed and _SCHEDULER not in names:
         found.append(MissingState(Role.SCHEDULER, _SCHEDULER))
     if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        found.append(MissingState(Role.RNG_STATE, f"{', '.join(lost[:3])}{more}"))
+        found.append(MissingState(Role.RNG_STATE, first_few(lost)))
     return tuple(found)
 
 

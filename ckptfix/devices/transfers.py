@@ -36,7 +36,7 @@ from ckptfix.devices.staged_copies import release_slots
 from ckptfix.devices.torch_devices import device_count, device_type, ordered_pairs
 from ckptfix.errors import UsageError
 from ckptfix.hardware import Pair
-from ckptfix.wording import Brief, count_of
+from ckptfix.wording import Brief, count_of, first_few
 
 if TYPE_CHECKING:
     from ckptfix.devices.probe.probe_report import ProbeReport
@@ -233,10 +233,9 @@ def _what_is_unproven(pairs: frozenset[Pair], report: "ProbeReport | None") -> s
         for pair in sorted(pairs)
         for source, destination in [pair]
     ]
-    more = f" and {len(named) - 6} more" if len(named) > 6 else ""
     text = (
         f"{len(named)} of {len(ordered_pairs())} ordered pairs of {device_type()} devices are not "
-        f"proven to copy correctly ({', '.join(named[:6])}{more}): their copies go through the "
+        f"proven to copy correctly ({first_few(named, 6)}): their copies go through the "
         "host. "
     )
     if any(pair in known and known[pair].verdict.value == "unusable" for pair in pairs):

@@ -19,9 +19,7 @@ from ckptfix.verification.verify_report import (
     file_item,
     judge,
 )
-
-_SHOWN = 3
-"""Ranges of a file that a message names."""
+from ckptfix.wording import first_few
 
 _TAIL = 64
 """Zero bytes at the end of something that changed, from which on they are called a tail of zeros.
@@ -123,9 +121,8 @@ def _digests(have: Hashed, want: str) -> str:
     ranges = want.split("-")
     pairs = zip_longest(have.digest.split("-"), ranges)
     numbers = [number for number, pair in enumerate(pairs) if len(set(pair)) > 1]
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    named = ", ".join(map(str, numbers[:_SHOWN])) + more
-    return f"{'range' if len(numbers) == 1 else 'ranges'} {named} of {len(ranges)}, counted from 0"
+    noun = "range" if len(numbers) == 1 else "ranges"
+    return f"{noun} {first_few(numbers)} of {len(ranges)}, counted from 0"
 
 
 _NO_DIGEST = "no digest was recorded"

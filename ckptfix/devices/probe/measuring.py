@@ -41,7 +41,7 @@ from ckptfix.devices.probe.worker import (
 from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
 from ckptfix.hardware import Pair
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, first_few
 
 _FOR_MORE = 0.5
 """The share of the budget after which nothing is repeated: nobody waits long for a healthy
@@ -550,6 +550,4 @@ def _not_exercised(
 
 
 def _pairs(pairs: Iterable[Pair]) -> str:
-    some = [f"{source} -> {destination}" for source, destination in pairs]
-    more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return ", ".join(some[:_SHOWN]) + more
+    return first_few([f"{source} -> {destination}" for source, destination in pairs], _SHOWN)

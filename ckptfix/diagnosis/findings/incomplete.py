@@ -1,14 +1,12 @@
 """Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
-from collections.abc import Sequence
-
 from ckptfix.checkpoint.filenames import TRAINER_STATE, name_of_trainer, parse_file_name
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, first_few, list_names
 
 
 class MissingFile(Finding, frozen=True, kw_only=True):
@@ -41,10 +39,6 @@ _OF_A_RUN = {"optimizer", "scheduler", "rng"}
 """Beginnings of the Trainer's files that a checkpoint lacks whose states were deleted, or not
 saved.
 """
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_weights(file_name: str) -> bool:
@@ -101,7 +95,7 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         if self.problem:
             return f"{self.path}: {self.problem}"
         are = "is" if len(self.missing) == 1 else "are"
-        return f"{_few(self.missing)} {are} missing: {self.known_by}"
+        return f"{first_few(self.missing)} {are} missing: {self.known_by}"
 
     @property
     def advice(self) -> str:
@@ -171,7 +165,7 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         if states:
             others = [name for name in self.missing if name not in states]
             needed = (
-                f"{_few(others)}, and without {_few(states)} only logs that it restores neither "
+                f"{first_few(others)}, and without {first_few(states)} only logs that it restores neither "
                 "random states nor accelerator.step"
             )
         return (

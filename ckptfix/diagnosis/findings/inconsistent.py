@@ -3,7 +3,7 @@
 from math import prod
 
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, first_few, list_names
 
 Shape = tuple[int, ...]
 
@@ -506,9 +506,8 @@ def _of_shapes(shapes: tuple[Shape, ...]) -> str:
     """Return at most three shapes in words, each once."""
     if not shapes:
         return ""
-    more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
     noun = "shape" if len(shapes) == 1 else "shapes"
-    return f" of {noun} {', '.join(str(list(shape)) for shape in shapes[:3])}{more}"
+    return f" of {noun} {first_few(list(map(list, shapes)))}"
 
 
 class MissingMoments(OptimizerFinding, frozen=True, kw_only=True):
@@ -762,6 +761,5 @@ def _parameters(names: tuple[str, ...]) -> str:
 def _listed(names: tuple[str, ...]) -> str:
     """Return names in short, numbers without quotes."""
     if all(map(str.isdecimal, names)):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
+        return first_few(names)
     return list_names(names)

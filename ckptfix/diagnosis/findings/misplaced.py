@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, first_few
 
 EFFECTS_ON_LIBRARIES = {
     Content.OPTIMIZER: "the load fails",
@@ -279,10 +279,6 @@ def _right_file(path: PurePosixPath, exchanged_with: str) -> str:
     return "copy the file again from its source, or use an older checkpoint"
 
 
-_MOST_RATES = 3
-"""Learning rates named in a sentence."""
-
-
 class MixedSaves(Finding, frozen=True, kw_only=True):
     """Two files with different progress: they may be of two saves.
 
@@ -392,9 +388,7 @@ class PerhapsOtherBeginning(OtherBeginning, frozen=True):
 
 def _in_words(rates: tuple[float, ...]) -> str:
     noun = "learning rate" if len(rates) == 1 else "learning rates"
-    shown = ", ".join(repr(rate) for rate in rates[:_MOST_RATES])
-    more = f" and {len(rates) - _MOST_RATES} more" if len(rates) > _MOST_RATES else ""
-    return f"{noun} {shown}{more}"
+    return f"{noun} {first_few(list(map(repr, rates)))}"
 
 
 class MixedSteps(MixedSaves, frozen=True, kw_only=True):

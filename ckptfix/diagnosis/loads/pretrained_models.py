@@ -41,7 +41,7 @@ from ckptfix.diagnosis.findings.weight_faults import (
     MixedWeights,
     WrappedWeights,
 )
-from ckptfix.wording import count_of, series
+from ckptfix.wording import count_of, first_few, series
 
 _BASES = (("base_model", "model"), ("base_model",))
 """Segments that PEFT adds: the attributes of ``PeftModel`` and of its tuner, and of a
@@ -502,8 +502,7 @@ def _lists(load: Load, known: Architecture) -> Iterator[Finding]:
 def _in_words(numbers: list[int]) -> str:
     if numbers == [*range(numbers[0], numbers[-1] + 1)]:
         return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    shown = ", ".join(map(str, numbers[:3]))
-    return shown if len(numbers) <= 3 else f"{shown} and {len(numbers) - 3} more"
+    return first_few(numbers)
 
 
 def _not_expected(

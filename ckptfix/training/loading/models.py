@@ -28,7 +28,7 @@ from ckptfix.training.loading.checking import dtype_change, dtype_problem
 from ckptfix.training.loading.draft import Draft, LoadModel
 from ckptfix.training.loading.load_report import Mismatch, Part, Requirement, Status
 from ckptfix.training.loading.targets import Fit, ModelTarget, distinct, fit, partial_fit, without
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of, first_few, list_names
 
 Fits = list[list[Fit | str]]
 
@@ -333,9 +333,7 @@ def _left_over(found: Fit, target: ModelTarget) -> str:
     tied = [one for one in found.mismatched if one.key not in found.kept]
     for result, wrong in (("kept as initialized", kept), ("filled through a tied key", tied)):
         if wrong:
-            shown = ", ".join(map(str, wrong[:3]))
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            words.append(f"mismatched, {result}: {shown}{more}")
+            words.append(f"mismatched, {result}: {first_few(wrong)}")
     if found.unused:
         words.append(f"only in the file, unused: {list_names(found.unused)}")
     return "; ".join(words)
