@@ -92,14 +92,17 @@ def load_state_tolerant(
         else:
             report = _load(accelerator, root, policy, Ranks(accelerator))
             go_on_numbering(accelerator, root)
-        inexact = run_state.go_on_and_report(
-            accelerator, root, left=left_by(report), models=restored_models(report)
-        )
+        inexact = run_state.go_on_and_report(accelerator, root, loaded_by(report))
         missing = (str(one) for one in report.components if is_left(one))
         return replace(report, inexact=(*missing, *inexact))
 
 
-def left_by(report: LoadReport) -> frozenset[str]:
+def loaded_by(report: LoadReport) -> run_state.Loaded:
+    """Return the outcome of a load for the run state."""
+    return run_state.Loaded(_left_by(report), _restored_models(report))
+
+
+def _left_by(report: LoadReport) -> frozenset[str]:
     """Return the parts that a run state must leave as a load made them.
 
     A run state lists states by number. Where a load gave them to objects with other numbers, it
@@ -118,7 +121,7 @@ def left_by(report: LoadReport) -> frozenset[str]:
     return frozenset(left)
 
 
-def restored_models(report: LoadReport) -> dict[int, int]:
+def _restored_models(report: LoadReport) -> dict[int, int]:
     """Return the models that a load restored in full: number in the checkpoint -> number in this
     run.
     """

@@ -40,7 +40,7 @@ from ckptfix.training.loading.load_report import (
     Requirement,
     Status,
 )
-from ckptfix.training.loading.load_state import left_by, load_here, restored_models
+from ckptfix.training.loading.load_state import load_here, loaded_by
 from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
 from ckptfix.training.resuming import run_state
@@ -174,9 +174,8 @@ def load_state(
         result = method(input_dir, *args, **kwargs) if report is None else None
         if is_outermost and input_dir:
             root = Path(os.path.expanduser(str(input_dir)))
-            left = frozenset() if report is None else left_by(report)
-            models = None if report is None else restored_models(report)
-            run_state.go_on_and_report(accelerator, root, left=left, models=models)
+            loaded = run_state.BY_STOCK if report is None else loaded_by(report)
+            run_state.go_on_and_report(accelerator, root, loaded)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             number = checkpoint_number(Path(input_dir).name)
             if number is not None:

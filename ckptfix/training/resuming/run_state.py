@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import checkpointing
@@ -366,18 +366,26 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
 # The load.
 
 
-def go_on(
-    accelerator: Any,
-    folder: Path,
-    left: frozenset[str] = frozenset(),
-    models: Mapping[int, int] | None = None,
-) -> list[str]:
-    """Restore the run state of this rank after a load; return why the run does not continue bit for
-    bit.
+class Loaded(NamedTuple):
+    """The outcome of a load, as far as it decides what a run state may restore.
 
     ``left``: the parts that are left as the load made them, by the words of ``LoadPolicy``.
     ``models``: those that were restored in full, as number in the checkpoint -> number in this run;
     None for all, each under its own number.
+    """
+
+    left: frozenset[str] = frozenset()
+    models: Mapping[int, int] | None = None
+
+
+BY_STOCK = Loaded()
+"""The outcome of a load by accelerate: everything was restored under its own number."""
+
+
+def go_on(accelerator: Any, folder: Path, loaded: Loaded = BY_STOCK) -> list[str]:
+    """Restore the run state of this rank after a load; return why the run does not continue bit for
+    bit.
+
     Whatever is wrong with the file, the load itself stays as it is: nothing is raised.
     """
     watch(accelerator)
@@ -385,10 +393,10 @@ def go_on(
     try:
         state = read(folder, rank)
     except FileNotFoundError:
-        return _go_on_without(accelerator, folder, left, models)
+        return _go_on_without(accelerator, folder, loaded)
     except (OSError, ValueError) as error:
         return [f"{error}; data order and random numbers within an epoch are not restored"]
-    return _restore(accelerator, folder, state, left, models)
+    return _restore(accelerator, folder, state, loaded)
 
 
 _OF_STOCK = (
@@ -397,9 +405,7 @@ _OF_STOCK = (
 )
 
 
-def _go_on_without(
-    accelerator: Any, folder: Path, left: frozenset[str], models: Mapping[int, int] | None
-) -> list[str]:
+def _go_on_without(accelerator: Any, folder: Path, loaded: Loaded) -> list[str]:
     """Return why a rank without a run state cannot go on exactly, and do what has a right
     answer.
     """
@@ -414,18 +420,12 @@ def _go_on_without(
             f"rank {accelerator.process_index} did not take part in the save, so it has "
             "no run state"
         ]
-    return _restore(accelerator, folder, main, left, models)
+    return _restore(accelerator, folder, main, loaded)
 
 
-def _restore(
-    accelerator: Any,
-    folder: Path,
-    state: State,
-    left: frozenset[str],
-    models: Mapping[int, int] | None,
-) -> list[str]:
+def _restore(accelerator: Any, folder: Path, state: State, loaded: Loaded) -> list[str]:
     try:
-        return _restore_run(accelerator, folder, state, left, models)
+        return _restore_run(accelerator, folder, state, loaded)
     # Of the script's own code, or of a file that does not hold what it should.
     except Exception as error:
         return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
@@ -435,14 +435,9 @@ Check = tuple[str, Any, Callable[[], Any]]
 """The name of a state, what the file says it is, and what returns what it is now."""
 
 
-def _restore_run(
-    accelerator: Any,
-    folder: Path,
-    state: State,
-    left: frozenset[str],
-    models: Mapping[int, int] | None,
-) -> list[str]:
+def _restore_run(accelerator: Any, folder: Path, state: State, loaded: Loaded) -> list[str]:
     """Restore everything, the random generators last; return what is not as it was."""
+    left, models = loaded
     name, random = run_state_name(state["rank"]), GeneratorStates.from_plain(state["random"])
     main = state
     if state["rank"] != 0:
@@ -630,8 +625,8 @@ def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -
         is_named = all("" not in group and len(set(group)) == len(group) for group in before)
         if is_named and not is_same and sorted(chain(*before)) == sorted(chain(*after)):
             problems.append(
-                f"optimizer {number}: its parameters are in other param groups than in the save, so "
-                "moments and options went to other parameters"
+                f"optimizer {number}: its parameters have changed their param groups since the save, "
+                "so moments and options went to other parameters"
             )
         if before == after or not is_same or not is_named:
             continue  # under other names, the position alone says whose they are
@@ -693,17 +688,11 @@ def _seed_anew(random: GeneratorStates, rank: int, state: State) -> None:
     torch.manual_seed(seed)
 
 
-def go_on_and_report(
-    accelerator: Any,
-    folder: Path,
-    *,
-    left: frozenset[str] = frozenset(),
-    models: Mapping[int, int] | None = None,
-) -> tuple[str, ...]:
+def go_on_and_report(accelerator: Any, folder: Path, loaded: Loaded = BY_STOCK) -> tuple[str, ...]:
     """Restore the run state of this rank; say in one line why a run does not continue bit for bit,
     and return it.
     """
-    problems = go_on(accelerator, folder, left, models)
+    problems = go_on(accelerator, folder, loaded)
     if not problems:
         return ()
     is_of_stock = problems[0] == _OF_STOCK

@@ -223,7 +223,8 @@ def _go_on(trainer: Any, checkpoint: Path) -> None:
     left = {Part.SCHEDULERS.value}  # the Trainer prepares none, and has loaded its own
     if not skips:
         left.add(Part.DATALOADERS.value)
-    if not run_state.go_on_and_report(accelerator, checkpoint, left=frozenset(left)) and skips:
+    loaded = run_state.Loaded(frozenset(left))
+    if not run_state.go_on_and_report(accelerator, checkpoint, loaded) and skips:
         is_of_end = run_state.read(checkpoint, accelerator.process_index)["version"] > 1
         _exact[trainer] = capture() if is_of_end else None
 
