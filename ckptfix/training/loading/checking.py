@@ -37,8 +37,9 @@ _ADDED_LATER = frozenset(
 def optimizer_problem(state: Any, entry: Entry, target: Target, *, is_ordered: bool = False) -> str:
     """Return why an optimizer cannot take a state: class, groups, options, shapes of parameters.
 
-    Nothing of this stops torch, which then trains with another parameter's momentum. ``is_ordered``:
-    names have put the state into the order of this run, which is not that of the manifest.
+    Nothing of this stops torch, which then trains with another parameter's momentum.
+    ``is_ordered``: names have put the state into the order of this run, which is not that of the
+    manifest.
     """
     if reason := class_problem(state, entry, target):
         return reason
@@ -156,9 +157,10 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     )
     if lacking := sorted(ours - theirs):
         return f"it lacks {', '.join(map(str, lacking))}, so it was not saved from {target.what}"
-    counts = [len(rates) for rates in (state.get("base_lrs"), own.get("base_lrs")) if rates]
-    if len({*counts}) > 1:
-        return f"it has rates for {count_of(counts[0], 'param group')}, this run's optimizer {counts[1]}"
+    rates, own_rates = (each.get("base_lrs") or () for each in (state, own))
+    if rates and own_rates and len(rates) != len(own_rates):
+        groups = count_of(len(rates), "param group")
+        return f"it has rates for {groups}, this run's optimizer {len(own_rates)}"
     if extra := sorted(theirs - ours):
         return f"it also has {', '.join(map(str, extra))}, so it was not saved from {target.what}"
     return ""

@@ -51,11 +51,24 @@ class CarriedMoments(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+def own_names(named: Named) -> dict[int, list[Name]]:
+    """Return the names of the parameters of models, by identity: a tied one has several."""
+    own: dict[int, list[Name]] = {}
+    for position, model in named:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            own.setdefault(id(parameter), []).append((position, name))
+    return own
+
+
 def in_own_order(
-    state: Any, names: Mapping[Number, Name], optimizer: torch.optim.Optimizer, named: Named
+    state: Any,
+    names: Mapping[Number, Name],
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[int, list[Name]],
 ) -> tuple[Any, str]:
     """Return a state with the parameters in the order of this run, where names tell it; and why it
-    does not suit this run, "" where it may. ``names``: as of ``saved_names``.
+    does not suit this run, "" where it may. ``names``, ``own``: as of ``saved_names`` and
+    ``own_names``.
     """
     groups = state["param_groups"]
     sizes, own_sizes = (
@@ -63,10 +76,6 @@ def in_own_order(
     )
     if sizes != own_sizes or not names:
         return state, ""
-    own: dict[int, list[Name]] = {}
-    for position, model in named:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            own.setdefault(id(parameter), []).append((position, name))
     pairs = _pairs(names, optimizer, own)
     moved = [(mine, source) for mine, source in pairs.items() if mine != source]
     if not moved:

@@ -47,6 +47,7 @@ from ckptfix.training.loading.moments import (
     Number,
     carry,
     in_own_order,
+    own_names,
     saved_names,
 )
 from ckptfix.training.loading.targets import Target
@@ -66,8 +67,8 @@ class SavedStates(Brief, Struct, frozen=True, kw_only=True):
     the part.
 
     Of optimizers: ``ordered`` and ``carried`` are the states to load instead of those that are
-    saved, by entry and target; ``withheld`` says of a target why it gets nothing, whatever fits it; ``remark`` is added
-    to what is said of all others.
+    saved, by entry and target; ``withheld`` says of a target why it gets nothing, whatever fits it;
+    ``remark`` is added to what is said of all others.
     """
 
     part: Part
@@ -118,6 +119,7 @@ def by_names(root: Path, offer: SavedStates, named: Named) -> SavedStates:
     """
     ordered: dict[tuple[int, int], Any] = {}
     reasons = [list(row) for row in offer.reasons]
+    own = own_names(named) if reasons else {}
     for position, row in enumerate(reasons):
         entry, saved = offer.entries[position], offer.states[position]
         names: Mapping[Number, Name] | None = None
@@ -128,7 +130,7 @@ def by_names(root: Path, offer: SavedStates, named: Named) -> SavedStates:
             ):
                 continue
             names = saved_names(root, entry, saved["param_groups"]) if names is None else names
-            state, reason = in_own_order(saved, names, optimizer, named)
+            state, reason = in_own_order(saved, names, optimizer, own)
             if reason or state is not saved:
                 row[number] = reason or optimizer_problem(state, entry, target, is_ordered=True)
                 ordered[position, number] = state
@@ -250,9 +252,8 @@ def plan_states(
             "moved from another position" + (f", with {names}" if names else "") if moved else "",
             offer.remark,
         )
-        state = offer.ordered.get((position, number), offer.states[position])
-        if carried:
-            state = carried.state
+        saved = offer.ordered.get((position, number), offer.states[position])
+        state = carried.state if carried else saved
         draft.do(
             part,
             LoadState(thing=target.thing, state=state),
