@@ -60,7 +60,7 @@ def plan_families(draft: Draft) -> frozenset[PurePosixPath]:
         for path in paths:
             if isinstance(finding, StaleShard) and path == finding.path:
                 # ``Copy of model-00001-of-00002.safetensors`` is of the model of the index, too.
-                model, files = _model_of(finding.index), finding.files
+                model, files = _model_of(finding.index), finding.about
             else:
                 model, files = _model_of(path), _files_of_family(groups[path])
             rivals[path] = _Rival(finding.code, model, files)

@@ -266,16 +266,13 @@ def _prove_no_new_finding(
     known = {
         (_kind(finding), _moved(path, moved))
         for finding in plan.findings
-        for path in (
-            *(finding.files if isinstance(finding, StaleShard) else (finding.path,)),
-            getattr(finding, "original", finding.path),
-        )
+        for path in (*finding.about, getattr(finding, "original", finding.path))
     }
     renames = any(isinstance(step.action, RewriteNames) for step in steps)
     written = {path for step in steps for path in _new_index(step)}
     lacking = {finding.named_by for finding in plan.findings if isinstance(finding, MissingShard)}
     for finding in diagnosis.findings:
-        is_known = (_kind(finding), finding.path) in known
+        is_known = all((_kind(finding), path) in known for path in finding.about)
         is_of_rename = renames and isinstance(finding, WrapperPrefix)
         is_of_index = type(finding) is StaleShard and finding.index in written
         # An index without shards was an error; with a new index before it, it is left over.

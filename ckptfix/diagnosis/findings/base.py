@@ -66,12 +66,17 @@ class Finding(Serialized, Struct, frozen=True, kw_only=True):
     option: ClassVar[str] = ""
     meaning: ClassVar[str]
     differs: ClassVar[bool] = False
-    """True for a note that a checkpoint differs from those next to it, or mixes saves, which a change
-    of the script can explain. Its advice is to resume from elsewhere otherwise, so that the
+    """True for a note that a checkpoint differs from those next to it, or mixes saves, which a
+    change of the script can explain. Its advice is to resume from elsewhere otherwise, so that the
     checkpoint is not called clean, and ``check -r`` also names one that is.
     """
 
     path: PurePosixPath
+
+    @property
+    def about(self) -> tuple[PurePosixPath, ...]:
+        """The files that it is about, ``path`` first."""
+        return (self.path,)
 
     @property
     def is_fixable(self) -> bool:

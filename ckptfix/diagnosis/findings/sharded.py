@@ -328,8 +328,8 @@ class IndexOfOtherShards(IndexMismatch, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to decide between the index and the shards."""
         return (
-            f"if the {self.shards} shards are the save that you want: ckptfix repair DIR "
-            f"{self.option}; if the index is, copy the missing files again from their source"
+            f"to load the {self.shards} shards: ckptfix repair DIR {self.option}; to load the save "
+            "of the index instead, copy its missing files again from their source"
         )
 
 
@@ -664,7 +664,7 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     is_whole: bool = True
 
     @property
-    def files(self) -> tuple[PurePosixPath, ...]:
+    def about(self) -> tuple[PurePosixPath, ...]:
         """All of the shards."""
         return self.path, *map(PurePosixPath, self.others)
 
