@@ -103,7 +103,7 @@ def diagnose_exchanged(
         and damaged.isdisjoint(component.path for component in components)
     ]
     files = {component.path: component for components in lists for component in components}
-    near = _neighbours(neighbours, files) if lists else []
+    near = _neighbours(neighbours, files, is_of_trainer=is_of_trainer) if lists else []
     is_in_order = not near or _is_in_order(folder)
     near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
     if not near:
@@ -198,7 +198,7 @@ def _are_alike(role: Role, compared: Sequence[_Compared]) -> bool:
 
 
 def _neighbours(
-    neighbours: Neighbours, files: Mapping[PurePosixPath, Component]
+    neighbours: Neighbours, files: Mapping[PurePosixPath, Component], *, is_of_trainer: bool
 ) -> list[_Neighbour]:
     """Return the nearest checkpoints with just these files, none where one has all of them in the
     same outline.
@@ -219,7 +219,8 @@ def _neighbours(
             there = neighbour.scan(*{*_ROLES, *roles}, root=root)
             order = neighbour.is_earlier, neighbour.is_of_same_run
             of_root = is_repaired(root), _versions(root)
-            near.append(_Neighbour(there, *order, _is_in_order(there), *of_root, _arguments(root)))
+            arguments = _arguments(root) if is_of_trainer else b""
+            near.append(_Neighbour(there, *order, _is_in_order(there), *of_root, arguments))
     return near
 
 
