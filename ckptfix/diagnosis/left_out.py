@@ -194,13 +194,23 @@ def _odd_counts(case: Case) -> Iterator[str]:
     counts = Counter(role for role, _ in parts_of(paths_of_states(case.folder)))
     optimizers, schedulers = counts[Role.OPTIMIZER], counts[Role.SCHEDULER]
     scheduled = sum("initial_lr" in saved.options for saved in case.optimizers)
-    having = f"whether {count_of(schedulers, 'scheduler')} and"
-    why = "a script may have prepared these alone"
+    there = count_of(schedulers, "scheduler")
     if scheduled > schedulers:
         many = count_of(scheduled, "optimizer")
-        yield f"{having} {many} with initial_lr of a scheduler are all that was saved: {why}"
+        yield (
+            f"whether {there} {_are(schedulers)} enough for {many} that had one: a script may "
+            "prepare its optimizer alone"
+        )
     elif schedulers > optimizers > 0:
-        yield f"{having} {count_of(optimizers, 'optimizer')} are all that was saved: {why}"
+        many = count_of(optimizers, "optimizer")
+        yield (
+            f"whether {many} {_are(optimizers)} enough for {there}: a script may use several "
+            "schedulers for one optimizer"
+        )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def unknown_files(case: Case) -> Iterator[str]:

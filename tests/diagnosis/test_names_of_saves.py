@@ -147,4 +147,4 @@ def test_a_lone_folder_shows_without_options_that_its_counts_contradict_each_oth
     for arguments in ([folder], ["-r", tmp_path]):
         status, out, _ = said("check", *arguments)
         assert status == 0
-        assert "whether 2 schedulers and 1 optimizer are all that was saved" in out
+        assert "whether 1 optimizer is enough for 2 schedulers" in out
