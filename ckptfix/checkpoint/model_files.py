@@ -321,12 +321,8 @@ def _renamed(folder: CheckpointFolder) -> Mapping[PurePosixPath, Mapping[PurePos
             _shard_set(file)
             for file in folder.components
             if file.path not in taken and str(file.path) not in promised
-        }
-        files = {
-            name: file
-            for name, file in files.items()
-            if _shard_set(file) is None or _shard_set(file) not in of_others
-        }
+        } - {None}
+        files = {name: file for name, file in files.items() if _shard_set(file) not in of_others}
         group = ModelFiles(
             members=(*listed, *files.values()),
             index_path=path,

@@ -164,8 +164,8 @@ _SUFFIXES = (".bin", ".pt", ".pkl")
 
 
 def renamed_states(folder: CheckpointFolder) -> dict[str, str]:
-    """Return the files of ``save_state`` that somebody renamed, each with the name under which it was
-    saved.
+    """Return the files of ``save_state`` that somebody renamed, each with the name under which it
+    was saved.
 
     ``torch.save`` names the folder in its zip file after the file, and the name stays (torch 2.13).
     A file under its old name shows that the other one is a copy.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publish
 from ckptfix.cli.several_paths import Below, check_verbosely, threads_for, visit
@@ -15,7 +14,6 @@ from ckptfix.cli.verb_options import PATH, LocalFile, Verb, or_here
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT, VERDICTS, CheckReport
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.diagnosis.save_progress import are_saves_of_one_run
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import AnyPath, is_url
 from ckptfix.storage.opened import opened_part
@@ -144,7 +142,7 @@ def _check_all(
     executor: Executor,
 ) -> int:
     below = Below(paths if recursive else (), opened, is_thrifty=not data)
-    siblings = Siblings(below.places.values(), is_recursive=True, is_one_run=are_saves_of_one_run)
+    siblings = below.siblings()
     runs = _runs(below.places.values()) if recursive else None
     has_loaded = Event()
     unloaded = ""

@@ -10,14 +10,12 @@ from time import monotonic, time
 
 import click
 
-from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, publish
 from ckptfix.cli.runs import newest_sound
 from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import PATH, LocalFile, Verb
 from ckptfix.diagnosis.check_report import CLEAN, DIFFERENT
 from ckptfix.diagnosis.run_page import Answer, run_page
-from ckptfix.diagnosis.save_progress import are_saves_of_one_run
 from ckptfix.storage.files import AnyPath, absolute, is_url
 from ckptfix.storage.parallel import Control, Share
 from ckptfix.verification.scrub import (
@@ -120,9 +118,7 @@ def scrub_command(
                 state=state, scope=scope,
                 subset=next((one for one in subsets if str(one) == chosen), None),
                 since=begun if age is None else time() - age, until=until, progress=control.go_on,
-                siblings=Siblings(
-        below.places.values(), is_recursive=True, is_one_run=are_saves_of_one_run
-    ),
+                siblings=below.siblings(),
             )  # fmt: skip
             return _scrub(
                 scrub, below, share, report, html, begun, threads_for(paths), control.stop

@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
+from ckptfix.diagnosis.save_progress import are_saves_of_one_run
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage.executor import THREADS, Executor
@@ -281,6 +283,11 @@ class Below:
             except FAILURES as error:
                 self.failures[path] = error
                 yield path
+
+    def siblings(self) -> Siblings:
+        """Return the runs of the checkpoints."""
+        places = self.places.values()
+        return Siblings(places, is_recursive=True, is_one_run=are_saves_of_one_run)
 
     def listed(self, path: str | AnyPath) -> AnyPath:
         """Return the path of a checkpoint; raise why there is nothing to work on at a path of a

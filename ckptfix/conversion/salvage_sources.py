@@ -30,7 +30,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, RECEIPT
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, Scheme, TensorJob, first_place, hash_all
-from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
+from ckptfix.tensors.salvaging import BEHIND, SHIFTED, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
 from ckptfix.wording import count_of
 
@@ -112,8 +112,8 @@ class SalvagePlan(Struct):
     ``copied``: intact and other files. ``components``: the number of components of the checkpoint.
 
     ``doubtful``: kept data that ends in zeros, that may be shifted, or that changed since it was
-    sealed, perhaps on purpose. ``left_out``: parts of the source that do not belong in the new folder, in words.
-    ``notes``: the names of the saved files, in words. ``unindexed``: folders of intact shards whose
+    sealed, perhaps on purpose. ``left_out``: parts of the source that do not belong in the new
+    folder, in words. ``notes``: the names of the saved files, in words. ``unindexed``: folders of intact shards whose
     index is missing or unusable. ``absent``: the files among ``lost`` that the source lacks.
     ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data
     without a checksum was kept.
@@ -386,7 +386,7 @@ class Files:
             self.unchecked(member.path, places)
             if isinstance(member.content, TorchFile) and member.content.trailing:
                 extra = count_of(member.content.trailing, "extra byte")
-                reason = f"its values may be shifted: {extra} after its end"
+                reason = f"{SHIFTED}: {extra} after its end"
                 self.found.doubtful.append(Lost(str(member.path), None, reason))
         if isinstance(member.content, TorchFile):
             self._wrong_content(member, member.content)

@@ -250,12 +250,13 @@ def same_bits(left: object, right: object) -> bool:
     """Compare dtype, shape and bits of two dense tensors, for NaN equals nothing. Other values are
     never the same.
     """
-    tensors = [value for value in (left, right) if isinstance(value, torch.Tensor)]
-    if len({(one.dtype, one.shape) for one in tensors}) != 1 or len(tensors) != 2:
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False
-    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    if any(each.layout is not torch.strided or each.is_quantized for each in (left, right)):
+        return False
+    flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]
     return bool(torch.equal(*flat))
 
 

@@ -34,7 +34,8 @@ from ckptfix.wording import count_of
 
 _BLOCK = 1 << 20
 _BESIDE = "salvage keeps only the state dicts of modules, and this is outside them"
-_SHIFTED = "its values may be shifted"
+SHIFTED = "its values may be shifted"
+"""The doubt about a tensor of a file with extra or missing bytes."""
 BEHIND = "bytes are left out: they follow the last tensor, and safetensors readers refuse that"
 """The words that follow the number of bytes at the end of a safetensors file."""
 
@@ -114,7 +115,7 @@ def salvage_safetensors(path: AnyPath) -> SavedDict:
     doubtful: tuple[Lost, ...] = ()
     if file.trailing > 0:
         lost.append(Lost(path.name, None, f"{file.trailing} {BEHIND}"))
-        reason = f"{_SHIFTED}: {count_of(file.trailing, 'extra byte')} in the file"
+        reason = f"{SHIFTED}: {count_of(file.trailing, 'extra byte')} in the file"
         doubtful = tuple(Lost(path.name, one.fqn, reason) for one in tensors if 0 not in one.shape)
     return SavedDict(
         tensors=tuple(tensors),
@@ -228,7 +229,7 @@ class _TorchSalvage:
                     continue
                 damaged.append(problem)
             elif sign := self._doubt(one):
-                doubtful.append(Lost(self._path.name, one.fqn, f"{_SHIFTED}: {sign}"))
+                doubtful.append(Lost(self._path.name, one.fqn, f"{SHIFTED}: {sign}"))
             layout = self._layout(one)
             if isinstance(layout, Lost):
                 lost.append(layout)
