@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -143,13 +144,15 @@ class Request(NamedTuple):
         return shlex.join(["ckptfix", self.verb, *self.words])
 
 
+@cache
 def own_version() -> str:
     """Return the version of this ckptfix, "unknown" where it was never installed."""
     # It takes long, and most runs do without.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("ckptfix")
+        # None where its METADATA may not be read.
+        return version("ckptfix") or "unknown"
     except PackageNotFoundError:
         return "unknown"
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import ckptfix
+from ckptfix.storage.results import own_version
 
 NOBODY = 65534
 NEEDED = (difflib, pwd)
@@ -29,6 +30,8 @@ def import_ckptfix() -> None:
         if not module.name.endswith("__main__"):
             with suppress(ImportError):  # an extra that is not installed
                 importlib.import_module(module.name)
+    # Nobody reads the METADATA there either: "partial results of another command".
+    own_version()
 
 
 @contextmanager
