@@ -16,10 +16,8 @@ class LostAdapter(IncompleteCheckpoint, frozen=True):
     transformers 5.23 puts the adapter on the model.
     """
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: the model is complete."""
-        return Resume.SUCCEEDS
+    # The model is complete.
+    resume = Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
@@ -84,6 +82,8 @@ class MissingHead(Finding, frozen=True, kw_only=True):
         "a language model has no weights for its head, and its config does not tie the head to the "
         "embedding; `from_pretrained` of transformers leaves the head random"
     )
+    # It loads into the model of the script, which may tie the head.
+    resume = Resume.FAILS_IF_NEW
 
     key: str
     flag: str
@@ -96,13 +96,6 @@ class MissingHead(Finding, frozen=True, kw_only=True):
             f"{self.path}: {self.key!r} is missing, and {why}; {self.model} of transformers "
             f"{self.version} leaves the head random"
         )
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, which may tie the
-        head.
-        """
-        return Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
@@ -129,13 +122,10 @@ class HeadOfAnother(MissingHead, frozen=True, kw_only=True):
     """
 
     severity = Severity.NOTE
+    # It loads into the model of the script.
+    resume = Resume.SUCCEEDS
 
     head: str
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script."""
-        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         return (
@@ -159,22 +149,15 @@ class HeadOfBase(MissingHead, frozen=True):
     """The same where the keys are those of the base model, for which a load needs no head."""
 
     severity = Severity.NOTE
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script."""
-        return Resume.SUCCEEDS
+    # It loads into the model of the script.
+    resume = Resume.SUCCEEDS
+    advice = "if you need the head, copy the weights again from their source"
 
     def __str__(self) -> str:
         return (
             f"{self.path}: the keys are those of a base model; AutoModel of transformers loads "
             f"them, but {self.model}, the architecture in config.json, leaves {self.key!r} random"
         )
-
-    @property
-    def advice(self) -> str:
-        """Advice for a head that is needed."""
-        return "if you need the head, copy the weights again from their source"
 
 
 class ChangedConfig(Finding, frozen=True, kw_only=True):
@@ -320,19 +303,15 @@ class IncompleteQuantization(QuantizationMismatch, frozen=True):
     that is missing.
     """
 
+    advice = (
+        "copy the weights again from their source, or quantize the model again and save all of it"
+    )
+
     def __str__(self) -> str:
         return (
             f"{self.path}: {count_of(self.tensors, 'weight')} in the format of {self.method} "
             f"{'is' if self.tensors == 1 else 'are'} incomplete (first missing key: "
             f"{self.key!r}); {self.effect}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to get the lost tensors again."""
-        return (
-            "copy the weights again from their source, or quantize the model again and save all "
-            "of it"
         )
 
 
@@ -343,22 +322,15 @@ class UnnamedMethod(Finding, frozen=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = QuantizationMismatch.meaning
+    # The Trainer and load_state read no config.
+    resume = Resume.SUCCEEDS
+    advice = (
+        "copy config.json again from its source, or delete quantization_config if the "
+        "weights are not quantized"
+    )
 
     def __str__(self) -> str:
         return (
             f"{self.path}: quantization_config has no quant_method, so from_pretrained of "
             "transformers fails"
-        )
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: the Trainer and load_state read no config."""
-        return Resume.SUCCEEDS
-
-    @property
-    def advice(self) -> str:
-        """Advice to complete or to delete it."""
-        return (
-            "copy config.json again from its source, or delete quantization_config if the "
-            "weights are not quantized"
         )

@@ -34,6 +34,8 @@ class TruncatedFile(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = "the file ends too early: an interrupted save or download, or a full disk"
+    # The lost bytes are nowhere in the folder.
+    advice = "copy the file again from its source, or use an older checkpoint"
 
     have: int
     need: int | None
@@ -47,11 +49,6 @@ class TruncatedFile(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"{self.path} is truncated: {self.detail}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy the file again: the lost bytes are nowhere in the folder."""
-        return "copy the file again from its source, or use an older checkpoint"
 
 
 FOUND_BY_TORCH = 69_562
@@ -101,16 +98,9 @@ class IgnoredBytes(TrailingBytes, frozen=True):
     """Bytes after the end of a torch file, few enough that torch.load finds its end."""
 
     severity = Severity.WARNING
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: nothing reads these bytes."""
-        return Resume.SUCCEEDS
-
-    @property
-    def outcome(self) -> str:
-        """The outcome of a load, in words."""
-        return "torch.load usually ignores them"
+    # Nothing reads these bytes.
+    resume = Resume.SUCCEEDS
+    outcome = "torch.load usually ignores them"
 
 
 class NotATensorFile(Finding, frozen=True, kw_only=True):
@@ -166,6 +156,8 @@ class MalformedFile(Finding, frozen=True, kw_only=True):
         "the file contradicts itself (overlapping ranges, duplicate keys, a broken header, index "
         "or archive), or contains a dtype that torch lacks"
     )
+    # A contradictory file is never edited.
+    advice = "copy the file again from its source, or use an older checkpoint"
 
     detail: str
 
@@ -176,11 +168,6 @@ class MalformedFile(Finding, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"{self.path} is malformed: {self.detail}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy the file again: a contradictory file is never edited."""
-        return "copy the file again from its source, or use an older checkpoint"
 
 
 class UncheckedFile(Finding, frozen=True, kw_only=True):
@@ -193,19 +180,16 @@ class UncheckedFile(Finding, frozen=True, kw_only=True):
         "the file was not checked: it is encrypted or packed, or it is larger or more deeply "
         "nested than any file that a library writes"
     )
+    # Such files are made to stall or deceive readers.
+    advice = (
+        "load it only if you trust its source; if torch.load reads it, save it again with "
+        "torch.save"
+    )
 
     detail: str
 
     def __str__(self) -> str:
         return f"{self.path} was not checked: {self.detail}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to distrust the file: such files are made to stall or deceive readers."""
-        return (
-            "load it only if you trust its source; if torch.load reads it, save it again with "
-            "torch.save"
-        )
 
 
 class CompressedRecord(Finding, frozen=True, kw_only=True):
@@ -219,6 +203,10 @@ class CompressedRecord(Finding, frozen=True, kw_only=True):
     meaning = (
         "a record in a torch zip file is compressed, which torch.save never does; "
         "`torch.load(mmap=True)` reads the compressed bytes as numbers"
+    )
+    advice = (
+        "load it without mmap and save it again: torch.save(torch.load(FILE, "
+        "weights_only=True), NEW_FILE)"
     )
 
     records: tuple[str, ...]
@@ -236,14 +224,6 @@ class CompressedRecord(Finding, frozen=True, kw_only=True):
             )
         return f"{what}; torch.load decompresses {them}, but keys in the file cannot be renamed"
 
-    @property
-    def advice(self) -> str:
-        """Advice to load the file without mmap, which gives the right values."""
-        return (
-            "load it without mmap and save it again: torch.save(torch.load(FILE, "
-            "weights_only=True), NEW_FILE)"
-        )
-
 
 class CrcMismatch(Finding, frozen=True, kw_only=True):
     """A record of a torch zip whose bytes do not have the checksum written with them."""
@@ -255,6 +235,8 @@ class CrcMismatch(Finding, frozen=True, kw_only=True):
         "the CRC of a record in a torch zip file does not match its bytes; torch.load never "
         "checks it"
     )
+    # The right bytes are not known.
+    advice = "bytes have changed since the save; copy the file again, or use an older checkpoint"
 
     record: str
     tensors: tuple[str, ...]
@@ -267,11 +249,6 @@ class CrcMismatch(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
         return f"{self.path}: record {self.record!r}{used} does not match its CRC"
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy the file again: the right bytes are not known."""
-        return "bytes have changed since the save; copy the file again, or use an older checkpoint"
 
 
 class NoFormatMetadata(Finding, frozen=True):
@@ -296,6 +273,12 @@ class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     option = ""
+    # Other frameworks have other keys and layouts.
+    advice = (
+        "convert weights of another framework: their keys and layouts differ; if the weights "
+        "are from torch, write the file again with safetensors.torch.save_file(tensors, FILE, "
+        "metadata={'format': 'pt'})"
+    )
 
     format: str
 
@@ -303,17 +286,6 @@ class OtherFormat(NoFormatMetadata, frozen=True, kw_only=True):
         return (
             f'{self.path}: the "format" in the header is {self.format!r:.40} (expected "pt"); '
             "load_checkpoint_in_model refuses the file, and transformers before 5 may refuse it"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to write the file again only with tensors of torch: other frameworks have other
-        keys and layouts.
-        """
-        return (
-            "convert weights of another framework: their keys and layouts differ; if the weights "
-            "are from torch, write the file again with safetensors.torch.save_file(tensors, FILE, "
-            "metadata={'format': 'pt'})"
         )
 
 
@@ -386,16 +358,13 @@ class UnsafePickle(Finding, frozen=True, kw_only=True):
         "the pickle calls something that can run code (os.system, eval, ...); ckptfix never "
         "executes or edits it"
     )
+    # Nothing legitimate needs these globals.
+    advice = "do not load it with weights_only=False; find out where it came from"
 
     globals: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.path} calls {', '.join(self.globals[:3])}: loading it can run any code"
-
-    @property
-    def advice(self) -> str:
-        """Advice not to load the file: nothing legitimate needs these globals."""
-        return "do not load it with weights_only=False; find out where it came from"
 
 
 class UnloadablePickle(Finding, frozen=True, kw_only=True):
@@ -461,11 +430,7 @@ class ScriptPickle(UnloadablePickle, frozen=True):
     """
 
     severity = Severity.NOTE
-
-    @property
-    def advice(self) -> str:
-        """Advice to read it as it was written."""
-        return "nothing to do if the script reads it with pickle.load"
+    advice = "nothing to do if the script reads it with pickle.load"
 
 
 class TrainerPickle(Finding, frozen=True, kw_only=True):
@@ -478,6 +443,8 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
         "a pickle with classes of transformers' Trainer; the Trainer loads it, but a plain "
         "`torch.load` refuses it"
     )
+    # The file is as it should be.
+    advice = "nothing to do; load such files only from sources that you trust"
 
     globals: tuple[str, ...]
 
@@ -486,8 +453,3 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
             f"{self.path} needs {', '.join(self.globals[:3])}; the Trainer loads it, but a plain "
             "torch.load refuses it"
         )
-
-    @property
-    def advice(self) -> str:
-        """Advice to do nothing: the file is as it should be."""
-        return "nothing to do; load such files only from sources that you trust"

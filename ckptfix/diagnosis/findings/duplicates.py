@@ -20,6 +20,8 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
         "a model was prepared twice and saved twice; the second entry has wrapped keys and equal "
         "bytes"
     )
+    # The unchanged script prepares the model twice, and loads both.
+    resume = Resume.SUCCEEDS
 
     original: PurePosixPath
     chain: tuple[str, ...]
@@ -28,11 +30,6 @@ class DoubledModel(Finding, frozen=True, kw_only=True):
     sampled: bool
     shifts: bool = False
     """Later models have numbers that are too high, so that a corrected script needs the repair."""
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: the unchanged script prepares the model twice, and loads both."""
-        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
@@ -120,19 +117,15 @@ class EqualAtFirst(IdenticalModels, frozen=True, kw_only=True):
     """
 
     severity = Severity.NOTE
+    advice = (
+        "ignore this if the script copies one model into the other before it trains (a target "
+        "network, an EMA); otherwise one file was copied over the other: use another checkpoint"
+    )
 
     known_by: str
 
     def __str__(self) -> str:
         return f"{super().__str__()}; they differ in {self.known_by}"
-
-    @property
-    def advice(self) -> str:
-        """Advice for a script that makes no copy."""
-        return (
-            "ignore this if the script copies one model into the other before it trains (a target "
-            "network, an EMA); otherwise one file was copied over the other: use another checkpoint"
-        )
 
 
 class RecordedCopies(IdenticalModels, frozen=True):
@@ -142,17 +135,14 @@ class RecordedCopies(IdenticalModels, frozen=True):
 
     severity = Severity.NOTE
     action = Action.TELL
+    # The record does not show when values became equal.
+    advice = (
+        "ignore this for a target network, an EMA, or modules that share their weights; "
+        "otherwise one file was copied over the other: use another checkpoint"
+    )
 
     def __str__(self) -> str:
         return f"{super().__str__()}; the guarded save recorded both as models of the script"
-
-    @property
-    def advice(self) -> str:
-        """Advice for copies of files: the record does not show when values became equal."""
-        return (
-            "ignore this for a target network, an EMA, or modules that share their weights; "
-            "otherwise one file was copied over the other: use another checkpoint"
-        )
 
 
 class ShiftedEntries(Finding, frozen=True, kw_only=True):
@@ -187,6 +177,8 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
         "shows that only one process saved it: the model was wrapped twice. For a `save_state` "
         "folder of one process, the code is `wrapper-prefix` (a note)"
     )
+    # The script that wrapped the model twice loads it.
+    resume = Resume.SUCCEEDS
 
     scope: str
     chain: tuple[str, ...]
@@ -200,11 +192,6 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
 
     With ``action`` ASK, the number of processes is the only evidence.
     """
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: the script that wrapped the model twice loads it."""
-        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -436,16 +423,13 @@ class ConflictingModels(Finding, frozen=True, kw_only=True):
         "two entries have the same keys, one of them with a wrapper prefix, but different values; "
         "the manifest proves that they belong to two saves"
     )
+    # Both models load.
+    resume = Resume.SUCCEEDS
 
     original: PurePosixPath
     chain: tuple[str, ...]
     tensor: str | None
     proof: str
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: both models load."""
-        return Resume.SUCCEEDS
 
     def __str__(self) -> str:
         return (
@@ -533,11 +517,10 @@ class DoubledStates(IdenticalStates, frozen=True):
         "an optimizer or scheduler was saved twice, next to a duplicate model: a corrected script "
         "loads the duplicate into another model's optimizer or scheduler"
     )
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: the unchanged script prepares the model twice, and loads both."""
-        return Resume.SUCCEEDS
+    # The unchanged script prepares the model twice, and loads both.
+    resume = Resume.SUCCEEDS
+    # A plain repair drops it.
+    advice = ""
 
     def __str__(self) -> str:
         how = "sampled bytes equal" if self.sampled else "all bytes equal"
@@ -545,11 +528,6 @@ class DoubledStates(IdenticalStates, frozen=True):
             f"{self.path}: duplicate of {self.original} ({how}); the script passed it to prepare() "
             "twice"
         )
-
-    @property
-    def advice(self) -> str:
-        """Empty advice, as a plain repair drops it."""
-        return ""
 
 
 class SurplusStates(IdenticalStates, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ class MissingFile(Finding, frozen=True, kw_only=True):
         "a file listed in the manifest is missing or has a different size, or an uploaded file is "
         "missing"
     )
+    # The manifest holds none of its bytes.
+    advice = "copy the file again from the checkpoint's source, or use an older checkpoint"
 
     saved: int
     have: int | None
@@ -28,11 +30,6 @@ class MissingFile(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         there = "is missing" if self.have is None else f"has {count_of(self.have, 'byte')}"
         return f"{self.path} {there}; the save wrote {count_of(self.saved, 'byte')}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to copy the file again, as the manifest holds none of its bytes."""
-        return "copy the file again from the checkpoint's source, or use an older checkpoint"
 
 
 _OF_A_RUN = {"optimizer", "scheduler", "rng"}
@@ -211,18 +208,15 @@ class NestedCheckpoint(IncompleteCheckpoint, frozen=True, kw_only=True):
     nothing else.
     """
 
+    advice = (
+        "load_state, the Trainer and from_pretrained find nothing in the outer folder; load "
+        "this one, or move its files up one level"
+    )
+
     outer: str
 
     def __str__(self) -> str:
         return f"{self.outer} has no checkpoint files of its own, only this folder of the same name"
-
-    @property
-    def advice(self) -> str:
-        """Advice to move the files, or to name the inner folder."""
-        return (
-            "load_state, the Trainer and from_pretrained find nothing in the outer folder; load "
-            "this one, or move its files up one level"
-        )
 
 
 class UnreadFolder(IncompleteCheckpoint, frozen=True, kw_only=True):
@@ -230,12 +224,10 @@ class UnreadFolder(IncompleteCheckpoint, frozen=True, kw_only=True):
     them, "" where it is empty.
     """
 
-    inner: str = ""
+    # Torch and DeepSpeed look into the folder itself.
+    resume = Resume.FAILS
 
-    @property
-    def resume(self) -> Resume:
-        """It fails: torch and DeepSpeed look into the folder itself."""
-        return Resume.FAILS
+    inner: str = ""
 
     def __str__(self) -> str:
         return f"{self.path} holds no save: {self.known_by}"
@@ -261,14 +253,11 @@ class RandomStatesLeftOut(IncompleteCheckpoint, frozen=True):
     """Random states that ``migrate`` left out on purpose, as its receipt in the folder says."""
 
     severity = Severity.NOTE
-
-    @property
-    def advice(self) -> str:
-        """Advice on the resume, as no copy has random states for these processes."""
-        return (
-            "nothing to do: the Trainer resumes with new random states, so dropout and other draws "
-            "differ from a run that was not interrupted"
-        )
+    # No copy has random states for these processes.
+    advice = (
+        "nothing to do: the Trainer resumes with new random states, so dropout and other draws "
+        "differ from a run that was not interrupted"
+    )
 
 
 class LostPosition(IncompleteCheckpoint, frozen=True):
@@ -336,12 +325,8 @@ class LostConfig(LostModelFiles, frozen=True):
     script writes it.
     """
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds for a hook that writes the weights itself, and reads them without a
-        config.
-        """
-        return Resume.FAILS_IF_NEW
+    # Succeeds for a hook that writes the weights itself, and reads them without a config.
+    resume = Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
@@ -356,11 +341,8 @@ class ConfiglessModel(LostConfig, frozen=True):
     """The same where no checkpoint next to this one has a config: the script writes none."""
 
     severity = Severity.NOTE
-
-    @property
-    def resume(self) -> Resume:
-        """It succeeds, as from all of them."""
-        return Resume.SUCCEEDS
+    # As from every checkpoint of the run.
+    resume = Resume.SUCCEEDS
 
 
 class LaterModel(LostModelFiles, frozen=True):
@@ -558,14 +540,11 @@ class IncompleteTensor(Finding, frozen=True, kw_only=True):
         "the chunks in `.metadata`, or the parts that ranks saved, do not cover a tensor exactly: "
         "there is a gap, an overlap, or a chunk that no file stores"
     )
+    # The other tensors are intact.
+    is_salvageable = True
 
     tensor: str
     detail: str
-
-    @property
-    def is_salvageable(self) -> bool:
-        """True, as the other tensors are intact."""
-        return True
 
     def __str__(self) -> str:
         return f"{self.path}: {self.tensor!r}: {self.detail}"
@@ -588,6 +567,12 @@ class FlatParameters(Finding, frozen=True, kw_only=True):
         "keys contain `_flat_param`: FSDP's flattened parameters, which load only with the same "
         "wrapping"
     )
+    # No file lists the parameters in a flat one.
+    advice = (
+        "ckptfix cannot rename these keys: no file records which parameters a flat one "
+        "contains. Load the checkpoint with the same wrapping and number of processes, and "
+        "save it again with SHARDED_STATE_DICT"
+    )
 
     tensors: tuple[str, ...]
 
@@ -595,15 +580,4 @@ class FlatParameters(Finding, frozen=True, kw_only=True):
         return (
             f"{self.path}: {count_of(len(self.tensors), 'key')} of flattened FSDP parameters: "
             f"{list_names(self.tensors)}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to load the keys with the same wrapping: no file lists the parameters in a flat
-        one.
-        """
-        return (
-            "ckptfix cannot rename these keys: no file records which parameters a flat one "
-            "contains. Load the checkpoint with the same wrapping and number of processes, and "
-            "save it again with SHARDED_STATE_DICT"
         )

@@ -98,6 +98,11 @@ class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
     """
 
     severity = Severity.ERROR
+    # Only the options of the run would do.
+    advice = (
+        "the load succeeds, but the first optimizer step fails or makes every weight NaN: "
+        "copy the file again from its source, or resume from an older checkpoint"
+    )
 
     groups: tuple[int, ...]
     options: tuple[str, ...]
@@ -108,28 +113,23 @@ class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
         numbers = _listed(tuple(map(str, self.groups)))
         return f"{self.place}: {groups} {numbers} {have} no usable {list_names(self.options)}"
 
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: only the options of the run would do."""
-        return (
-            "the load succeeds, but the first optimizer step fails or makes every weight NaN: "
-            "copy the file again from its source, or resume from an older checkpoint"
-        )
-
 
 class MismatchedRates(InconsistentGroups, frozen=True, kw_only=True):
     """A scheduler with another number of base learning rates than the ``optimizer`` has param
     groups.
     """
 
+    # But every save of a script may have a MultiplicativeLR.
+    resume = Resume.FAILS_IF_NEW
+    advice = (
+        "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: "
+        "copy optimizer and scheduler again from one save. If the script adds a param group "
+        "after it creates the scheduler, swap the two lines"
+    )
+
     rates: int
     optimizer: str
     param_groups: int
-
-    @property
-    def resume(self) -> Resume:
-        """It fails, but every save of a script may have a MultiplicativeLR."""
-        return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         return (
@@ -137,31 +137,19 @@ class MismatchedRates(InconsistentGroups, frozen=True, kw_only=True):
             f"{self.param_groups}, one for each param group of {self.optimizer})"
         )
 
-    @property
-    def advice(self) -> str:
-        """Advice to bring both files of one save together."""
-        return (
-            "the load or the next scheduler.step() fails, unless this is a MultiplicativeLR: "
-            "copy optimizer and scheduler again from one save. If the script adds a param group "
-            "after it creates the scheduler, swap the two lines"
-        )
-
 
 class UnusableRates(InconsistentGroups, frozen=True, kw_only=True):
     """A scheduler whose base learning rates are None, text or not finite: an error."""
 
     severity = Severity.ERROR
+    # Only the rates of the run would do.
+    advice = (
+        "the load succeeds, but the next scheduler.step() fails or makes the learning rate "
+        "NaN: copy the file again from its source, or resume from an older checkpoint"
+    )
 
     def __str__(self) -> str:
         return f"{self.path}: 'base_lrs' has no usable learning rate for a param group"
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: only the rates of the run would do."""
-        return (
-            "the load succeeds, but the next scheduler.step() fails or makes the learning rate "
-            "NaN: copy the file again from its source, or resume from an older checkpoint"
-        )
 
 
 class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
@@ -220,6 +208,11 @@ class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
     """
 
     severity = Severity.ERROR
+    # The states of a parameter are of two parameters or of two runs.
+    advice = (
+        "the first optimizer step fails, or writes out of bounds if the optimizer is fused: "
+        "copy the file again from its source, or resume from an older checkpoint"
+    )
 
     state: str
     like: str = ""
@@ -233,44 +226,29 @@ class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
             f"{list(self.shape)} (expected {expected}{self._others})"
         )
 
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: the states of a parameter are of two parameters or of two
-        runs.
-        """
-        return (
-            "the first optimizer step fails, or writes out of bounds if the optimizer is fused: "
-            "copy the file again from its source, or resume from an older checkpoint"
-        )
-
 
 class RoundedMoments(MismatchedMoments, frozen=True, kw_only=True):
     """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no
     ``shape`` to expect.
     """
 
+    # As its class may keep them so.
+    resume = Resume.SUCCEEDS
+    # The fractions are lost.
+    advice = (
+        "the load converts these moments to floating point, but the fractional parts are gone: "
+        "copy the file again from its source, or resume from an older checkpoint"
+    )
+
     shape: Shape = ()
     expected: Shape = ()
     state: str
     dtype: str
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds, as its class may keep them so."""
-        return Resume.SUCCEEDS
-
     def __str__(self) -> str:
         return (
             f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype "
             f"{self.dtype} (expected a floating-point dtype{self._others})"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: the fractions are lost."""
-        return (
-            "the load converts these moments to floating point, but the fractional parts are gone: "
-            "copy the file again from its source, or resume from an older checkpoint"
         )
 
 
@@ -279,15 +257,13 @@ class RoundedWeights(MismatchedMoments, frozen=True, kw_only=True):
     keys.
     """
 
+    # The load gives the model rounded weights without an error.
+    resume = Resume.FAILS
+
     shape: Shape = ()
     expected: Shape = ()
     optimizer: str
     dtype: str
-
-    @property
-    def resume(self) -> Resume:
-        """It fails: the load gives the model rounded weights without an error."""
-        return Resume.FAILS
 
     def __str__(self) -> str:
         return (
@@ -483,6 +459,11 @@ class UnsavedFrozen(UnsavedParameters, frozen=True, kw_only=True):
     """
 
     severity = Severity.NOTE
+    # The files do not tell them apart.
+    advice = (
+        "if the model's state_dict() leaves out a frozen part, such as the network of a "
+        "loss, ignore this. Otherwise copy all files again from one save"
+    )
 
     without_moments: int
 
@@ -491,14 +472,6 @@ class UnsavedFrozen(UnsavedParameters, frozen=True, kw_only=True):
             f"{self.place}: {count_of(self.parameters, 'parameter')}, {self.without_moments} of "
             "them without moments, but the checkpoint has "
             f"{count_of(self.tensors, 'weight tensor')}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice about both explanations: the files do not tell them apart."""
-        return (
-            "if the model's state_dict() leaves out a frozen part, such as the network of a "
-            "loss, ignore this. Otherwise copy all files again from one save"
         )
 
 
@@ -549,19 +522,16 @@ class LackingMoments(MissingMoments, frozen=True, kw_only=True):
     """
 
     severity = Severity.ERROR
+    # A step cannot begin one of several states anew.
+    advice = (
+        "the load or the first optimizer step fails: copy the file again from its source, "
+        "or resume from an older checkpoint"
+    )
 
     states: tuple[str, ...]
 
     def __str__(self) -> str:
         return self._without(f"usable {list_names(self.states)}")
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: a step cannot begin one of several states anew."""
-        return (
-            "the load or the first optimizer step fails: copy the file again from its source, "
-            "or resume from an older checkpoint"
-        )
 
 
 class AbsentMoments(LackingMoments, frozen=True):
@@ -570,20 +540,13 @@ class AbsentMoments(LackingMoments, frozen=True):
     """
 
     severity = Severity.WARNING
-
-    @property
-    def resume(self) -> Resume:
-        """It fails, but a class of the script may need none."""
-        return Resume.FAILS_IF_NEW
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file, and what a subclass makes of it."""
-        return (
-            "the load or the first step of torch's optimizer fails: copy the file again from "
-            "its source, or resume from an older checkpoint. If your own optimizer class "
-            "keeps other states, ignore this"
-        )
+    # But a class of the script may need none.
+    resume = Resume.FAILS_IF_NEW
+    advice = (
+        "the load or the first step of torch's optimizer fails: copy the file again from "
+        "its source, or resume from an older checkpoint. If your own optimizer class "
+        "keeps other states, ignore this"
+    )
 
 
 class EmptyOptimizer(MissingMoments, frozen=True, kw_only=True):
@@ -614,11 +577,8 @@ class LostMoments(EmptyOptimizer, frozen=True):
     """An optimizer without moments that surely made steps, unless the script began another one."""
 
     severity = Severity.WARNING
-
-    @property
-    def resume(self) -> Resume:
-        """It fails: a run would continue with moments of zero."""
-        return Resume.FAILS
+    # A run would continue with moments of zero.
+    resume = Resume.FAILS
 
     @property
     def advice(self) -> str:
@@ -640,31 +600,23 @@ class ZeroMoments(MissingMoments, frozen=True, kw_only=True):
     """
 
     severity = Severity.WARNING
+    # A run would continue with moments of zero. But a script may train something else
+    # meanwhile.
+    resume = Resume.FAILS_IF_NEW
+    advice = (
+        "the load succeeds, but the moments start at zero. If all gradients were zero, the "
+        "model is not being trained: print the gradient of a parameter after a step. Otherwise "
+        "copy the file again from its source, or resume from another checkpoint"
+    )
 
     steps: int
     sampled: bool
-
-    @property
-    def resume(self) -> Resume:
-        """It fails: a run would continue with moments of zero. But a script may train something
-        else meanwhile.
-        """
-        return Resume.FAILS_IF_NEW
 
     def __str__(self) -> str:
         read = " in all samples" if self.sampled else ""
         return (
             f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is "
             f"zero{read}, after {count_of(self.steps, 'step')}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file, and the explanation of a script."""
-        return (
-            "the load succeeds, but the moments start at zero. If all gradients were zero, the "
-            "model is not being trained: print the gradient of a parameter after a step. Otherwise "
-            "copy the file again from its source, or resume from another checkpoint"
         )
 
 
@@ -682,6 +634,11 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
         "an optimizer stores its `step` in bf16 or fp16, which cannot count past 256 or 2,048: "
         "after a load its updates have the wrong size. Only a note if the count still moves"
     )
+    advice = (
+        "the save converted the steps along with the moments: save the optimizer without "
+        "converting it. To fix this checkpoint, load the file with torch, set each "
+        'state["step"] = torch.tensor(float(STEP)), and save it again'
+    )
 
     parameters: int
     dtype: str
@@ -693,15 +650,6 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
         return (
             f"{self.place}: 'step' of {count_of(self.parameters, 'parameter')} is {self.steps} "
             f"in {self.dtype}, which cannot count past {self.last} (expected F32); {self.effect}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to write the step that the run made."""
-        return (
-            "the save converted the steps along with the moments: save the optimizer without "
-            "converting it. To fix this checkpoint, load the file with torch, set each "
-            'state["step"] = torch.tensor(float(STEP)), and save it again'
         )
 
 
@@ -723,6 +671,12 @@ class DeadScaler(Finding, frozen=True, kw_only=True):
         "the scale in `scaler.pt` is 0, NaN or infinite, or a factor will make it so: an fp16 "
         "run resumes without an error, then skips every step or makes its weights NaN"
     )
+    # ``load_state`` fails without one.
+    advice = (
+        "the load reports no error: copy the file from an older checkpoint, or write a new "
+        'one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
+        "gradients were NaN or infinite, the weights may be, too"
+    )
 
     name: str
     value: float
@@ -735,15 +689,6 @@ class DeadScaler(Finding, frozen=True, kw_only=True):
         return (
             f"{self.path}: {self.name!r} is {self.value!r} (expected a finite number above 0); "
             f"{when}, {effect}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring another scaler: ``load_state`` fails without one."""
-        return (
-            "the load reports no error: copy the file from an older checkpoint, or write a new "
-            'one: torch.save(torch.amp.GradScaler("cpu").state_dict(), "scaler.pt"). If '
-            "gradients were NaN or infinite, the weights may be, too"
         )
 
 

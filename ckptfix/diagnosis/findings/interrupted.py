@@ -24,6 +24,10 @@ class Salvaged(Finding, frozen=True, kw_only=True):
         "`ckptfix salvage` wrote this folder, and `salvage.json` lists what is lost: "
         "it is not a complete checkpoint"
     )
+    advice = (
+        "do not resume from it as if it were complete: load only its weights, or restore "
+        "what is lost and delete salvage.json"
+    )
 
     tensors: int
     files: int
@@ -32,14 +36,6 @@ class Salvaged(Finding, frozen=True, kw_only=True):
     def __str__(self) -> str:
         losses = Losses(self.tensors, self.files, self.damaged)
         return f"{self.path}: this checkpoint was salvaged: {losses}"
-
-    @property
-    def advice(self) -> str:
-        """Advice not to resume as from a complete checkpoint."""
-        return (
-            "do not resume from it as if it were complete: load only its weights, or restore "
-            "what is lost and delete salvage.json"
-        )
 
 
 class StagingFolder(Finding, frozen=True, kw_only=True):

@@ -334,6 +334,10 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
         "PEFT cannot load the adapter: its tensors do not have the rank in `adapter_config.json` "
         "(`size mismatch`), or `bias` in that file has a value that PEFT does not know"
     )
+    advice = (
+        "config and weights come from two runs: copy both again from one save, or write the "
+        "tensors' rank into adapter_config.json (r, or rank_pattern for single modules)"
+    )
 
     modules: int
     module: str
@@ -348,14 +352,6 @@ class MismatchedAdapter(Finding, frozen=True, kw_only=True):
             "adapter_config.json); PEFT fails with 'size mismatch'"
         )
 
-    @property
-    def advice(self) -> str:
-        """Advice to bring config and weights of one save together."""
-        return (
-            "config and weights come from two runs: copy both again from one save, or write the "
-            "tensors' rank into adapter_config.json (r, or rank_pattern for single modules)"
-        )
-
 
 class UnknownBias(Finding, frozen=True, kw_only=True):
     """A ``bias`` in the config of a LoRA that PEFT does not know. ``value``: as JSON has it."""
@@ -364,6 +360,9 @@ class UnknownBias(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = MismatchedAdapter.meaning
+    # It loads into the adapter of the script.
+    resume = Resume.SUCCEEDS
+    advice = "copy adapter_config.json again from its source, or set bias as in the training run"
 
     value: str
 
@@ -372,16 +371,6 @@ class UnknownBias(Finding, frozen=True, kw_only=True):
             f"{self.path}: bias is {self.value} in adapter_config.json (expected none, all or "
             "lora_only); PEFT fails to load the adapter"
         )
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the adapter of the script."""
-        return Resume.SUCCEEDS
-
-    @property
-    def advice(self) -> str:
-        """Advice to correct the config."""
-        return "copy adapter_config.json again from its source, or set bias as in the training run"
 
 
 class UntrainedAdapter(Finding, frozen=True, kw_only=True):
@@ -398,6 +387,11 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
         "every `lora_B` of an adapter is zero, as before the first step: the adapter has no "
         "effect. Only a note if no step count shows that it was trained"
     )
+    advice = (
+        "the optimizer trains other parameters, or the adapter was saved from another model "
+        "object: print model.print_trainable_parameters() and the gradient of one lora_B "
+        "after a step, then train again"
+    )
 
     parameter: str
     modules: int
@@ -412,25 +406,12 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
             f"({count_of(self.modules, 'module')}); the model behaves like its base"
         )
 
-    @property
-    def advice(self) -> str:
-        """Advice to find out why the adapter was not trained."""
-        return (
-            "the optimizer trains other parameters, or the adapter was saved from another model "
-            "object: print model.print_trainable_parameters() and the gradient of one lora_B "
-            "after a step, then train again"
-        )
-
 
 class NewAdapter(UntrainedAdapter, frozen=True):
     """The same without a counter that shows a step."""
 
     severity = Severity.NOTE
-
-    @property
-    def advice(self) -> str:
-        """Advice for an adapter that should be trained."""
-        return (
-            "normal for an adapter that has not been trained yet; if it was trained, it was "
-            "saved from another model object"
-        )
+    advice = (
+        "normal for an adapter that has not been trained yet; if it was trained, it was "
+        "saved from another model object"
+    )

@@ -149,10 +149,7 @@ class DeeperModel(MisplacedEntry, frozen=True):
     told: of another run, or of a script that froze what it had. The load may succeed.
     """
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds in the script that saved it."""
-        return Resume.SUCCEEDS
+    resume = Resume.SUCCEEDS
 
 
 class RenamedState(MisplacedEntry, frozen=True):
@@ -173,10 +170,8 @@ class RoundedEntry(MisplacedEntry, frozen=True):
     file.
     """
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds, with rounded values."""
-        return Resume.SUCCEEDS
+    # The load succeeds, with rounded values.
+    resume = Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
@@ -306,6 +301,11 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
     """
 
     differs = True
+    advice = (
+        "if the script set the learning rate itself before this save, or restored an older "
+        "optimizer state, ignore this. Otherwise the folder may mix two saves: copy all files "
+        "again from one save, or resume from another checkpoint"
+    )
 
     group: int | None = None
     rate: float
@@ -323,15 +323,6 @@ class MixedRates(MixedSaves, frozen=True, kw_only=True):
             f"{self.partner}){same}"
         )
 
-    @property
-    def advice(self) -> str:
-        """Advice to bring files of one save together, unless the script explains the rates."""
-        return (
-            "if the script set the learning rate itself before this save, or restored an older "
-            "optimizer state, ignore this. Otherwise the folder may mix two saves: copy all files "
-            "again from one save, or resume from another checkpoint"
-        )
-
 
 class MixedCounts(MixedRates, frozen=True):
     """The same, where the step counts of the two files do not fit each other, either, unlike those
@@ -339,23 +330,24 @@ class MixedCounts(MixedRates, frozen=True):
     """
 
     severity = Severity.WARNING
+    advice = (
+        "the load succeeds, but training would continue from a mix of two saves: copy all "
+        "files again from one save, or resume from another checkpoint"
+    )
 
     def __str__(self) -> str:
         return f"{super().__str__()}; nor do the step counts of the two files match"
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring files of one save together."""
-        return (
-            "the load succeeds, but training would continue from a mix of two saves: copy all "
-            "files again from one save, or resume from another checkpoint"
-        )
 
 
 class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
     """An optimizer and its scheduler that began with different learning rates: those of two runs."""
 
     severity = Severity.WARNING
+    advice = (
+        "even if the load succeeds, training would continue from a mix of two runs: copy both "
+        "files again from one save, or resume from another checkpoint; ignore this if the "
+        "script restores only one of them, or sets the rates of the scheduler itself"
+    )
 
     rates: tuple[float, ...]
     expected: tuple[float, ...]
@@ -365,15 +357,6 @@ class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
         return (
             f"{self.path}: it began with {rates} (expected {expected}, as in {self.partner}): one "
             "of the two may be from another run"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring files of one run together."""
-        return (
-            "even if the load succeeds, training would continue from a mix of two runs: copy both "
-            "files again from one save, or resume from another checkpoint; ignore this if the "
-            "script restores only one of them, or sets the rates of the scheduler itself"
         )
 
 
@@ -427,14 +410,11 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
 class UncountedSteps(MixedSteps, frozen=True):
     """An optimizer with states that made no step by its own count."""
 
-    @property
-    def advice(self) -> str:
-        """Advice to bring files of one save together."""
-        return (
-            "the Trainer resumes without an error, but the optimizer applies the bias correction "
-            "of its first step: copy all files again from one save, or resume from another "
-            "checkpoint"
-        )
+    advice = (
+        "the Trainer resumes without an error, but the optimizer applies the bias correction "
+        "of its first step: copy all files again from one save, or resume from another "
+        "checkpoint"
+    )
 
 
 class PerhapsUncounted(UncountedSteps, frozen=True):

@@ -308,14 +308,11 @@ class IndexOfOtherShards(IndexMismatch, frozen=True, kw_only=True):
     code = IndexMismatch.code
     action = Action.ASK
     option = f"--allow {code}"
+    # Only the user knows which of the two saves is wanted.
+    is_fixable = False
 
     gone: tuple[str, ...]
     shards: int
-
-    @property
-    def is_fixable(self) -> bool:
-        """False, as only the user knows which of the two saves is wanted."""
-        return False
 
     def __str__(self) -> str:
         return (
@@ -348,13 +345,10 @@ class UndecidedIndex(IndexMismatch, frozen=True, kw_only=True):
     code = IndexMismatch.code
     severity = Severity.WARNING
     action = Action.TELL
+    # Only the user knows which of the two is wanted.
+    is_fixable = False
 
     loads: Mapping[str, PurePosixPath]
-
-    @property
-    def is_fixable(self) -> bool:
-        """False, as only the user knows which of the two is wanted."""
-        return False
 
     def __str__(self) -> str:
         return (
@@ -605,12 +599,10 @@ class StrayStates(StrayShard, frozen=True, kw_only=True):
     ``effect``: the outcome of a load, in words.
     """
 
-    effect: str
+    # ``load_checkpoint`` asks for the names of ranks.
+    resume = Resume.SUCCEEDS
 
-    @property
-    def resume(self) -> Resume:
-        """It succeeds: ``load_checkpoint`` asks for the names of ranks."""
-        return Resume.SUCCEEDS
+    effect: str
 
     def __str__(self) -> str:
         return f"{self.path}: belongs to no rank; {self.effect}"
@@ -638,10 +630,7 @@ class RefusedStates(StrayStates, frozen=True):
 class CountedStates(RefusedStates, frozen=True):
     """Such a file that ``load_checkpoint`` lists, too, and fails."""
 
-    @property
-    def resume(self) -> Resume:
-        """It fails."""
-        return Resume.FAILS
+    resume = Resume.FAILS
 
 
 class StaleShard(Finding, frozen=True, kw_only=True):

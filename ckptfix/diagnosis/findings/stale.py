@@ -168,17 +168,13 @@ class CopiedSave(StaleSave, frozen=True):
     """
 
     severity = Severity.NOTE
+    advice = "nothing was trained between the two: one of them is enough"
 
     def __str__(self) -> str:
         return (
             f"{self.path}: copy of {self.save} (equal {self.state}, and no counter "
             f"moved){self._compared}"
         )
-
-    @property
-    def advice(self) -> str:
-        """Advice to keep one of the two."""
-        return "nothing was trained between the two: one of them is enough"
 
 
 class UnmarkedSave(InterruptedSave, frozen=True, kw_only=True):
@@ -214,14 +210,10 @@ class PerhapsUnmarked(UnmarkedSave, frozen=True):
     """
 
     severity = Severity.NOTE
+    advice = (
+        "ignore this if only a later version of the library writes this file, or if the run "
+        "had fewer ranks"
+    )
 
     def __str__(self) -> str:
         return f"{self.path} is missing (found in {self.known_by}): it is written last"
-
-    @property
-    def advice(self) -> str:
-        """Advice for a save that may be complete."""
-        return (
-            "ignore this if only a later version of the library writes this file, or if the run "
-            "had fewer ranks"
-        )

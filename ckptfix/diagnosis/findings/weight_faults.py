@@ -65,27 +65,20 @@ class WrappedWeights(DoubtfulWeights, frozen=True):
     """Weights behind a prefix that the Trainer does not add: its resume leaves them out, too."""
 
     severity = Severity.ERROR
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: a script that gives its Trainer a wrapped model finds them."""
-        return Resume.FAILS_IF_NEW
+    # A script that gives its Trainer a wrapped model finds them.
+    resume = Resume.FAILS_IF_NEW
 
 
 class ForeignWeights(DeadWeights, frozen=True):
     """Weights of which no key, or hardly one, is a key of their class, whatever is before them."""
 
     action = Action.TELL
-
-    @property
-    def advice(self) -> str:
-        """Advice to save the model again without what the script puts around it."""
-        return (
-            "the keys belong to a module around the model, such as a LightningModule or a "
-            "PeftModel, or to another model: write the folder again with save_pretrained() of "
-            "the inner model (PEFT: after merge_and_unload()), or correct architectures in "
-            "config.json"
-        )
+    advice = (
+        "the keys belong to a module around the model, such as a LightningModule or a "
+        "PeftModel, or to another model: write the folder again with save_pretrained() of "
+        "the inner model (PEFT: after merge_and_unload()), or correct architectures in "
+        "config.json"
+    )
 
 
 class ForeignWeightsOfState(ForeignWeights, frozen=True):
@@ -113,6 +106,8 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
         "of the neighbouring checkpoints: `from_pretrained` fails, leaves layers random, or loads a "
         "different model"
     )
+    # It loads into the model of the script, which may have the sizes of the file.
+    resume = Resume.FAILS_IF_NEW
 
     model: str
     version: str
@@ -127,13 +122,6 @@ class MismatchedConfig(Finding, frozen=True, kw_only=True):
             f"{self.path}: {self.tensors} (expected {self.value}, as set by {self.setting} in "
             f"config.json); {self.model} of transformers {self.version} {self.effect}"
         )
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, which may have the sizes
-        of the file.
-        """
-        return Resume.FAILS_IF_NEW
 
     @property
     def advice(self) -> str:
@@ -162,11 +150,7 @@ class ConfigOfState(MismatchedConfig, frozen=True):
     """
 
     severity = Severity.NOTE
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume, which does not build the model from the config."""
-        return Resume.SUCCEEDS
+    resume = Resume.SUCCEEDS
 
     @property
     def advice(self) -> str:
