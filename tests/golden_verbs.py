@@ -2,9 +2,9 @@
 transcripts: ``python -m tests.golden_verbs [VERB...]`` writes them anew.
 
 A case is a script. Lines that begin with ``ckptfix`` run the command line in this process; the
-others make folders and damage (see ``Bench``). ``@/`` is a place that is a folder first, and a
-prefix of a simulated S3 bucket in a second run, where ``only folder`` or ``only s3`` does not stand
-first. Each run is done twice, from nothing: as it is
+others make folders and damage (see ``Bench``). ``DIGEST`` is that of the last dry run. ``@/`` is a
+place that is a folder first, and a prefix of a simulated S3 bucket in a second run, where ``only
+folder`` or ``only s3`` does not stand first. Each run is done twice, from nothing: as it is
 written, and with ``--json``. A transcript has
 
     === NAME of the case
@@ -64,6 +64,12 @@ REPLACED = (
     ("times, as people write them", r"(?<=checked after )\d{4}-\d\d-\d\d \d\d:\d\d", "<time>"),
     ("durations", r"(?<=held this lock for )\d+ \w+", "<duration>"),
     ("days", r"(?<=since )\d{4}-\d\d-\d\d", "<day>"),
+    (
+        "digests of plans",
+        r"(expected digest )[0-9a-f]{12}, found [0-9a-f]{12}",
+        r"\1<digest>, found <digest>",
+    ),
+    ("digests of plans", r"(--expect |\"digest\": \")[0-9a-f]{12}\b", r"\1<digest>"),
     ("versions", r"(Python|version|torch|accelerate) \d+\.\d+\.\d+[^,\s\"]*", r"\1 <version>"),
     (
         "libraries of this machine",
@@ -323,6 +329,7 @@ def play(script: str, *, on_s3: bool, is_json: bool) -> list[str]:
     """Run a script in a new folder; return its part of the transcript, line by line."""
     lines: list[str] = []
     printed: dict[str, str] = {}
+    digest = "0" * 12
     files: list[str] = []
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         bench = Bench(Path(folder).resolve(), on_s3=on_s3)
@@ -334,12 +341,18 @@ def play(script: str, *, on_s3: bool, is_json: bool) -> list[str]:
                     files = bench.files()
                     lines += [] if is_json else [f"# {line}"]
                     continue
-                arguments = [bench.place(word) for word in shlex.split(line)[1:]]
+                command = line.replace("DIGEST", digest)
+                arguments = [bench.place(word) for word in shlex.split(command)[1:]]
                 asked = with_json(arguments) if is_json else arguments
-                said = call(arguments if asked is None else asked).at(bench)
+                raw = call(arguments if asked is None else asked)
+                if plan := re.search(r"(?:--expect |\"digest\": \")([0-9a-f]{12})\b", raw.out):
+                    digest = plan[1]
+                said = raw.at(bench)
                 if asked is None:
                     continue
-                command = shlex.join(["ckptfix", *asked]).replace(BUCKET, FOLDER)
+                command = replaced(
+                    shlex.join(["ckptfix", *asked]).replace(BUCKET, FOLDER), bench.here
+                )
                 lines.append(f"$ {command}")
                 # What is printed again is not written again.
                 if said.out.count("\n") > 3 or len(said.out) > WIDTH:

@@ -78,17 +78,17 @@ REPAIR = {
         {DOUBLED} @/checkpoint_1
         ckptfix repair @/checkpoint_1 --output copy
     """,
-    "saved-plan": f"""
+    "expected-plan": f"""
         {DOUBLED} @/checkpoint_1
-        ckptfix repair @/checkpoint_1 --plan-out plan.json
-        ckptfix repair --plan plan.json
-        ckptfix repair --plan plan.json
+        ckptfix repair --dry-run @/checkpoint_1
+        ckptfix repair @/checkpoint_1 --expect DIGEST
+        ckptfix repair @/checkpoint_1 --expect DIGEST
     """,
     "plan-of-another-state": f"""
         {DOUBLED} @/checkpoint_1
-        ckptfix repair @/checkpoint_1 --plan-out plan.json
+        ckptfix repair --dry-run --models 2 --atomic @/checkpoint_1
         flip @/checkpoint_1/model_1.safetensors 640
-        ckptfix repair --plan plan.json
+        ckptfix repair --models 2 --atomic @/checkpoint_1 --expect DIGEST
     """,
     "after-a-kill": """
         only folder
@@ -134,8 +134,10 @@ REPAIR = {
     "wrong-usage": """
         ckptfix repair
         ckptfix repair --keep nothing somewhere
-        ckptfix repair --plan nowhere.json
-        ckptfix repair --plan-out plan.json --dry-run somewhere
+        ckptfix repair --expect 3f2a somewhere
+        ckptfix repair --expect 0123456789ab somewhere elsewhere
+        ckptfix repair --plan plan.json
+        ckptfix repair --plan-out plan.json somewhere
     """,
 }
 

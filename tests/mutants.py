@@ -253,10 +253,10 @@ MUTANTS = (
         ("test_safetensors_file.py::test_the_reference_decides",),
     ),
     Mutant(
-        "saved plans: a file that was rewritten in its old size is as planned",
-        "            elif self.files[name] != files[name]:\n",
-        "            elif self.files[name][0] != files[name][0]:\n",
-        ("test_saved_plans.py::test_a_folder_that_changed_is_refused",),
+        "digests of plans: a file that was rewritten in its old size is as planned",
+        "etag_of(root / path) or status.mtime_ns",
+        "etag_of(root / path)",
+        ("test_plan_digests.py::test_a_folder_that_changed_is_refused",),
     ),
     Mutant(
         "repaired manifest: the digest of a patched file stays",

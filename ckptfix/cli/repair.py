@@ -1,11 +1,14 @@
 """``ckptfix repair``."""
 
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import PurePath
 
 import click
+from click.core import ParameterSource
 
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.roles import Role
@@ -16,14 +19,16 @@ from ckptfix.cli.several_paths import (
     state_after_repair,
     state_after_writing,
 )
-from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, LocalFile, Verb
+from ckptfix.cli.teamwork import words_of
+from ckptfix.cli.verb_options import BREAK_LOCK, PATH, TRANSFER, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
-from ckptfix.errors import UsageError
+from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.receipt import RepairReceipt
-from ckptfix.repairs.repair import plan_repair
-from ckptfix.repairs.saved_plans import SavedPlan, apply_command, read_plan, save_plan
+from ckptfix.repairs.repair import RepairPlan, plan_repair
+from ckptfix.storage.files import AnyPath
 from ckptfix.storage.opened import open_files
-from ckptfix.wording import line
+from ckptfix.storage.paths import command
+from ckptfix.wording import Line, line
 
 _WORDS: dict[object, str] = {
     (1, False): "still damaged",
@@ -37,6 +42,15 @@ several.
 """
 
 
+def _refuse_plan_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Raise UsageError for an option of 0.5.0, which wrote or read a file."""
+    if value is not None:
+        raise UsageError(
+            "--plan and --plan-out were removed in 0.6.0: --expect DIGEST applies the plan of a "
+            "dry run; for the whole command: ckptfix repair PATH --dry-run"
+        )
+
+
 @click.command(
     "repair",
     cls=Verb,
@@ -46,25 +60,25 @@ several.
         ("ckptfix repair CHECKPOINT", "Repair it in place; to undo: ckptfix undo CHECKPOINT."),
         ("ckptfix repair CHECKPOINT --output COPY", "Write a repaired copy."),
         (
-            "ckptfix repair CHECKPOINT --plan-out FILE",
-            "Save the plan; ckptfix repair --plan FILE applies it.",
+            "ckptfix repair CHECKPOINT --expect DIGEST",
+            "Repair it only if the plan is still that of the dry run.",
         ),
     ],
 )
-@click.argument("paths", nargs=-1, type=PATH)
-@click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
+@click.argument("paths", nargs=-1, required=True, type=PATH)
+@click.option("--dry-run", is_flag=True, help="Show the plan, print its digest, and stop.")
 @click.option(
-    "--plan-out",
-    type=LocalFile(),
-    metavar="FILE",
-    help="Show the plan, save it to FILE, and stop.",
+    "--expect",
+    metavar="DIGEST",
+    help="Repair only if the plan has this digest, which --dry-run prints.",
 )
 @click.option(
+    "--plan-out",
     "--plan",
-    "plan_file",
-    type=PATH,
-    metavar="FILE",
-    help="Apply a saved plan, if nothing has changed.",
+    hidden=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_refuse_plan_file,
 )
 @click.option(
     "--output", type=PATH, metavar="DST", help="Write a repaired copy to DST; leave PATH alone."
@@ -110,8 +124,7 @@ several.
 def repair_command(
     paths: tuple[str, ...],
     dry_run: bool,
-    plan_out: str | None,
-    plan_file: str | None,
+    expect: str | None,
     output: str | None,
     atomic: bool,
     models: int | None,
@@ -130,7 +143,7 @@ def repair_command(
     Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every
     byte.
     """
-    _check_arguments(paths, output, plan_out)
+    _check_arguments(paths, output, expect)
     files = frozenset(
         item for item in keep if "=" not in item and parse_file_name(PurePath(item).name)
     )
@@ -144,40 +157,31 @@ def repair_command(
         families=files,
     )
 
-    saved = (
-        _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None
-    )
-    if saved is not None:
-        paths, output = (str(saved.path),), None if saved.output is None else str(saved.output)
-    elif not paths:
-        raise click.UsageError("Missing argument 'PATHS...'.")
+    options = _options_of(click.get_current_context())
 
     def work(path: str) -> RepairReceipt:
         with report.progress(f"reading {path}") as progress, ExitStack() as opened:
-            recover = not (dry_run or plan_out)
-            if saved is not None:
-                plan = saved.plan(recover=recover, break_lock=break_lock, progress=progress)
-            else:
-                place = opened.enter_context(open_files(path))
-                plan = plan_repair(
-                    place,
-                    policy,
-                    output=output,
-                    recover=recover,
-                    break_lock=break_lock,
-                    progress=progress,
-                )
+            plan = plan_repair(
+                opened.enter_context(open_files(path)),
+                policy,
+                output=output,
+                recover=not dry_run,
+                break_lock=break_lock,
+                progress=progress,
+            )
+            if expect is not None:
+                _ensure_expected(plan, expect, options)
             report.show(plan.lines())
-            if plan_out is not None and (plan.steps or plan.pending or output is not None):
-                save_plan(plan, plan_out)
-                report.show(
-                    [line(f"plan saved to {plan_out}; to apply it: {apply_command(plan_out)}")]
-                )
-            elif plan_out is not None:
-                report.show([line(f"{plan_out} was not written: the plan has no steps")])
-            if dry_run or plan_out is not None:
+            if dry_run:
                 return plan.preview()
             return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
+
+    def lines(receipt: RepairReceipt) -> Iterator[Line]:
+        # Of several checkpoints each sentence is gathered, and told once at the end.
+        yield from receipt.outcome_lines(is_verbose=verbose or len(paths) > 1)
+        if receipt.digest and len(paths) == 1 and (receipt.steps or output is not None):
+            apply = _command(receipt.path, options, "--expect", receipt.digest)
+            yield line(f"to apply exactly this plan: {apply}")
 
     return run_each(
         report,
@@ -185,8 +189,7 @@ def repair_command(
         work,
         word=_word,
         order=list(_WORDS.values()),
-        # Of several checkpoints each sentence is gathered, and told once at the end.
-        lines=lambda receipt: receipt.outcome_lines(is_verbose=verbose or len(paths) > 1),
+        lines=lines,
         details="" if verbose else check_verbosely(paths),
         state_after=(
             state_after_repair if output is None else partial(state_after_writing, output=output)
@@ -194,30 +197,54 @@ def repair_command(
     )
 
 
-def _check_arguments(paths: tuple[str, ...], output: str | None, plan_out: str | None) -> None:
+def _check_arguments(paths: tuple[str, ...], output: str | None, expect: str | None) -> None:
     if output is not None and len(paths) > 1:
         raise UsageError(
             f"--output {output}: one folder cannot hold copies of {len(paths)} checkpoints; name "
             "one PATH, or leave out --output to repair them in place (every repair can be undone)"
         )
-    if plan_out is not None and len(paths) > 1:
+    if expect is None:
+        return
+    if not re.fullmatch("[0-9a-f]{12}", expect):
         raise UsageError(
-            f"--plan-out {plan_out}: a plan covers one checkpoint, not {len(paths)}; name one PATH"
+            f"--expect {expect}: not the digest of a plan (expected 12 hex digits, as --dry-run "
+            "prints them)"
+        )
+    if len(paths) > 1:
+        raise UsageError(
+            f"--expect {expect}: a plan covers one checkpoint, not {len(paths)}; name one PATH"
         )
 
 
-def _read_plan(
-    file: str, paths: tuple[str, ...], output: str | None, plan_out: str | None, policy: Policy
-) -> SavedPlan:
-    """Read the saved plan. Raises UsageError where the command line asks for anything that the plan
-    decided.
-    """
-    if paths or output is not None or plan_out is not None or policy != Policy():
-        raise UsageError(
-            f"--plan {file}: the plan already names the checkpoint and what to repair; leave out "
-            "PATHS and every option that changes the plan"
-        )
-    return read_plan(file)
+def _options_of(context: click.Context) -> list[str]:
+    """Return the options of this command line that another run needs for the same plan."""
+    return words_of(
+        {
+            name: value
+            for name, value in context.params.items()
+            if name not in {"paths", "dry_run", "expect"}
+            and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+    )
+
+
+def _command(path: AnyPath, options: list[str], *more: str) -> str:
+    return f"{command('repair', path)} {shlex.join([*options, *more])}"
+
+
+def _ensure_expected(plan: RepairPlan, expect: str, options: list[str]) -> None:
+    """Raise ChangedError where the plan is not the one of the dry run."""
+    digest = plan.digest
+    if digest == expect:
+        return
+    done = "nothing was changed"
+    if plan.recovered:
+        ended = "finished" if plan.finished else "rolled back"
+        done = f"an interrupted earlier run was {ended}; nothing else was changed"
+    raise ChangedError(
+        f"{plan.path}: the folder or the plan has changed since the dry run (expected digest "
+        f"{expect}, found {digest}); {done}; next: {_command(plan.path, options, '--dry-run')}"
+    )
 
 
 def _word(receipt: RepairReceipt) -> str:

@@ -159,7 +159,7 @@ def run_by_one(
 
 
 def _request(verb: str, params: Mapping[str, Any], shares: int = 0) -> Request:
-    return Request(verb, dict(params), os.getcwd(), shares, _words(params))
+    return Request(verb, dict(params), os.getcwd(), shares, words_of(params))
 
 
 def _ensure_outside(folder: Path, verb: str, paths: Iterable[Path]) -> None:
@@ -322,8 +322,8 @@ def end_of(request: Request, folder: Path) -> str:
     return f"{request.command}{'' if is_default else f' --partial {shell_path(folder)}'}"
 
 
-def _words(params: Mapping[str, Any]) -> list[str]:
-    """Return what to paste after the verb that is running, for these parameters of it."""
+def words_of(params: Mapping[str, Any]) -> list[str]:
+    """Return the words to paste after the verb that is running, for these parameters of it."""
     words: list[str] = []
     for parameter in click.get_current_context().command.params:
         value = params.get(str(parameter.name))

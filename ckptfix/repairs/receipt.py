@@ -50,14 +50,15 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     ``found``: the findings before it; ``left``: those after it, in a dry run all of them.
     ``transaction``: the number that ``undo`` undoes, None when nothing was changed. ``recovered``:
-    an interrupted run was rolled back first, or in a store ``finished``. ``below``: the reports of
-    the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of its
-    own.
+    an interrupted run was rolled back first, or in a store ``finished``. ``digest``: of a dry run
+    that of its plan, "" where an interrupted run is to be rolled back first. ``below``: the reports
+    of the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of
+    its own.
     """
 
     json_keys: ClassVar = (
-        "path status dry_run output recovered transaction found steps unplanned left=_left_now "
-        "not_checked=_unchecked below? advice"
+        "path status dry_run digest? output recovered transaction found steps unplanned "
+        "left=_left_now not_checked=_unchecked below? advice"
     )
 
     path: AnyPath
@@ -70,6 +71,7 @@ class RepairReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
     recovered: bool = False
     finished: bool = False
     dry_run: bool = False
+    digest: str = ""
     output: AnyPath | str | None = None
     below: tuple[CheckReport, ...] = ()
 

@@ -12,13 +12,16 @@
 5. The lock of a folder dies with its process. That of a store stays, and ``--break-lock`` takes it.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.folder import scan_folder
@@ -60,6 +63,7 @@ from ckptfix.repairs.steps import (
     WriteIndex,
 )
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
+from ckptfix.reports import plain
 from ckptfix.storage.backends import carriage, ensure_in_place, locked
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
@@ -67,6 +71,7 @@ from ckptfix.storage.files import (
     AnyPath,
     Openable,
     StorePath,
+    etag_of,
     is_url,
     local_path,
     on_disk,
@@ -86,6 +91,9 @@ from ckptfix.wording import (
     human_size,
     line,
 )
+
+_DIGITS = 12
+"""Hex digits of a plan's digest: enough against chance, and short enough to read out."""
 
 
 @takes_urls("path")
@@ -220,6 +228,30 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         """The repairable findings that stay, with the reasons."""
         return (*self.draft.unplanned, *self.compiled.refused)
 
+    @property
+    def digest(self) -> str:
+        """Digest of the files that the plan depends on, the policy, the output, the steps in full,
+        and the findings that stay.
+
+        A plan with the same digest does the same to the same files. A file counts by its size and
+        modification time, an object by its size and ETag.
+        """
+        root = self.target.root
+        # Without inodes, which change when a file system is mounted again, and without messages,
+        # which change from release to release.
+        content = {
+            "files": {
+                str(path): (status.size, etag_of(root / path) or status.mtime_ns)
+                for path, status in self.diagnosis.scanned.items()
+            },
+            "policy": self.policy,
+            "output": self.output,
+            "steps": [(step.kind, step.action, step.fixes, step.safety) for step in self.steps],
+            "unplanned": [(finding.code, finding.paths) for finding in self.unplanned],
+        }
+        text = json.dumps(_in_full(content), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
     def lines(self) -> Iterator[Line]:
         """Yield the steps, and the findings that stay, with the reasons."""
         yield from plan_lines(self.path, self.steps, self.unplanned)
@@ -236,7 +268,11 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         """Return the receipt of a dry run."""
         receipt = self._receipt(self.diagnosis)
         found = self.pending + receipt.found
-        return replace(receipt, found=found, left=found, dry_run=True, output=self.output)
+        # After the rollback of an interrupted run, the plan is a different one.
+        digest = "" if self.pending else self.digest
+        return replace(
+            receipt, found=found, left=found, dry_run=True, digest=digest, output=self.output
+        )
 
     def execute(
         self, *, transfer: bool = False, break_lock: bool = False, progress: Progress | None = None
@@ -449,6 +485,17 @@ def _plan(
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
             neighbours=near,
         )
+
+
+def _in_full(value: object) -> Any:
+    """Return a value as JSON values, with every field of the structs in it."""
+    if isinstance(value, Mapping):
+        return {str(key): _in_full(item) for key, item in value.items()}
+    if isinstance(value, Struct):
+        return _in_full(asdict(value))
+    if isinstance(value, tuple | list):
+        return [_in_full(item) for item in value]
+    return sorted(value) if isinstance(value, frozenset) else plain(value)
 
 
 def _ensure_uploaded(target: Target) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.errors import ChangedError, FileChangedError, JournalError, OperationError
+from ckptfix.errors import ChangedError, FileChangedError, OperationError
 from ckptfix.storage.comparing import ends_digest, fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import (
@@ -21,16 +21,13 @@ from ckptfix.storage.edits import (
     WayBack,
     edited_paths,
 )
-from ckptfix.storage.files import AnyPath, StorePath
 from ckptfix.storage.folder_journal import (
     TransactionRecord,
     Workspace,
     read_after,
     read_all_notes,
-    read_record,
     read_samples,
 )
-from ckptfix.storage.journal import State, journal_folders
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, forget, locate
 from ckptfix.storage.reading import Piece
@@ -175,20 +172,6 @@ def _check_unchanged(
             f"{command('undo', root, record.target, '--force')}"
         )
     return Allowed(any_time, tuple(unproven))
-
-
-def is_as_left(root: AnyPath, number: int) -> bool:
-    """Return whether all files are still as a transaction left them. Raises OSError."""
-    if isinstance(root, StorePath):
-        return False
-    for found, state, folder in journal_folders(root):
-        if found == number and state is State.DONE:
-            try:
-                _check_unchanged(root, folder, number, read_record(folder), force=False)
-            except (ChangedError, JournalError):
-                return False
-            return True
-    return False
 
 
 def _check_kept(root: Path, done: Path, record: TransactionRecord) -> None:

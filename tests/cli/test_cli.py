@@ -580,7 +580,6 @@ def test_a_folder_may_be_called_like_the_scheme_of_a_url(folder: Path, tmp_path:
         ["scrub", "runs", "--state"],
         ["diff", "a", "b", "--html"],
         ["verify", "a", "--html"],
-        ["repair", "a", "--plan-out"],
         ["prove-resume", "--html"],
     ],
 )

@@ -96,7 +96,11 @@ def test_rare_options_are_listed_with_all_and_every_option_once(
 ) -> None:
     made = command(verb)
     assert isinstance(made, Verb)
-    options = {param.opts[0] for param in made.params if isinstance(param, click.Option)}
+    options = {
+        param.opts[0]
+        for param in made.params
+        if isinstance(param, click.Option) and not param.hidden
+    }
     few = help_of(capsys, monkeypatch, verb, columns=110)
     every = help_of(capsys, monkeypatch, verb, "--all", columns=110)
     listed = [

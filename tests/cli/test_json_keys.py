@@ -106,6 +106,8 @@ def test_the_keys_of_every_verb_stay(
     ]
     assert checkpoint["findings"][0]["path"] == "model_1.safetensors"
 
+    planned = asked(capsys, "repair", folder, "--dry-run")
+    assert list(planned) == [*REPAIR[:3], "digest", *REPAIR[3:]]
     repaired = asked(capsys, "repair", folder)
     assert list(repaired) == REPAIR
     assert list(repaired["steps"][0]) == ["action", "message", "fixes", "safety", "files"]

@@ -57,6 +57,9 @@ def test_str_is_what_the_terminal_prints(
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     run([word.replace("{}", str(folder)) for word in arguments])
     printed = capsys.readouterr().out
+    if case == "repair-dry":
+        # The command to apply the plan has the options of the command line.
+        printed = printed[: printed.index("to apply exactly this plan: ckptfix repair ")]
     assert printed == f"{call(copy, tmp_path)}\n".replace(str(copy), str(folder))
     assert len(printed.splitlines()) >= 3
 

@@ -210,7 +210,7 @@ def _common(context: click.Context) -> list[str]:
 def _rows(options: Iterable[click.Parameter], context: click.Context) -> list[str]:
     rows = []
     for option in options:
-        if isinstance(option, click.Option):
+        if isinstance(option, click.Option) and not option.hidden:
             takes = "" if option.is_flag else f" {option.make_metavar(context)}"
             texts = (f"`{', '.join(option.opts)}{takes}`", option.help or "")
             rows.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")

@@ -3,6 +3,7 @@ for byte.
 """
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from ckptfix import Policy, check, repair, undo
 from ckptfix.checkpoint.keys import adapter_name, without_adapter_name
 from ckptfix.cli import run
-from ckptfix.repairs.saved_plans import read_plan
 from tests.diagnosis.test_adapters import DAMAGES, and_another, behind, several
 from tests.tiny_adapters import (
     NAME,
@@ -424,14 +424,16 @@ def test_shards_with_their_index(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_saved_plan_keeps_the_name(tmp_path: Path) -> None:
+def test_the_command_of_a_dry_run_keeps_the_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "adapter"
     tensors = lora(root)
     write(root, several(tensors))
-    plan = tmp_path / "plan.json"
-    assert run(["repair", str(root), "--adapter", "main", "--plan-out", str(plan)]) == 1
-    assert read_plan(plan).policy.adapter == "main"
-    assert run(["repair", "--plan", str(plan)]) == 0
+    assert run(["repair", str(root), "--adapter", "main", "--dry-run"]) == 1
+    command = capsys.readouterr().out.rpartition("this plan: ckptfix ")[2]
+    assert "--adapter main --expect " in command
+    assert run(shlex.split(command)) == 0
     assert live(root, tensors) == "8 of 8"
 
 

@@ -3,6 +3,7 @@ every byte back.
 """
 
 import json
+import shlex
 import shutil
 from itertools import permutations
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 from ckptfix import Policy, check, repair, undo
 from ckptfix.cli import run
-from ckptfix.repairs.saved_plans import read_plan
 from tests.diagnosis.test_families import PAIRS, values, write
 from tests.weight_loaders import REAL
 
@@ -196,7 +196,9 @@ def test_both_of_two_and_a_damaged_one_are_refused(
     assert not safe.exists()
 
 
-def test_a_copy_has_one_family_and_a_saved_plan_keeps_the_name(tmp_path: Path) -> None:
+def test_a_copy_has_one_family_and_the_command_of_a_dry_run_keeps_the_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "model"
     root.mkdir()
     write(root / "model.safetensors.index.json", values(0))
@@ -205,8 +207,8 @@ def test_a_copy_has_one_family_and_a_saved_plan_keeps_the_name(tmp_path: Path) -
     repair(root, policy=keeping("model.safetensors"), output=tmp_path / "copy")
     assert contents(root) == before
     assert contents(tmp_path / "copy").keys() == {"model.safetensors"}
-    plan = tmp_path / "plan.json"
-    run(["repair", str(root), "--keep", "model.safetensors.index.json", "--plan-out", str(plan)])
-    assert read_plan(plan).policy.families == {"model.safetensors.index.json"}
-    assert run(["repair", "--plan", str(plan)]) == 0
+    run(["repair", str(root), "--keep", "model.safetensors.index.json", "--dry-run"])
+    command = capsys.readouterr().out.rpartition("this plan: ckptfix ")[2]
+    assert "--keep model.safetensors.index.json --expect " in command
+    assert run(shlex.split(command)) == 0
     assert not (root / "model.safetensors").exists()

@@ -168,16 +168,27 @@ def test_one_object_is_repaired_and_the_manifest_follows(bucket: Cloud) -> None:
     assert objects(bucket) == old
 
 
-def test_a_dry_run_and_a_plan_change_nothing(bucket: Cloud, tmp_path: Path) -> None:
+def test_the_plan_of_a_dry_run_is_applied_or_refused(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
     receipt = repair(URL, dry_run=True)
     assert receipt.steps
-    file = tmp_path / "plan.json"
-    assert cli(["repair", URL, "--plan-out", str(file), "-q"]) == 1
+    bucket.write(f"{PREFIX}model.safetensors", old["model.safetensors"])
+    assert cli(["repair", URL, "--dry-run"]) == 1
+    command = f"ckptfix repair {URL} --expect {receipt.digest}"
+    assert capsys.readouterr().out.endswith(f"to apply exactly this plan: {command}\n")
     assert objects(bucket) == old
     assert bucket.journal() == []
-    assert URL in file.read_text()
-    assert cli(["repair", "--plan", str(file), "-q"]) == 0
+    changed = bytearray(old["model.safetensors"])
+    changed[-1] ^= 1
+    bucket.write(f"{PREFIX}model.safetensors", bytes(changed))
+    assert cli(command.split()[1:]) == 3, "an object of the same size"
+    assert f"next: ckptfix repair {URL} --dry-run" in capsys.readouterr().err
+    assert objects(bucket) == {**old, "model.safetensors": bytes(changed)}
+    assert bucket.journal() == []
+    bucket.write(f"{PREFIX}model.safetensors", old["model.safetensors"])
+    assert cli([*command.split()[1:], "-q"]) == 0
     assert objects(bucket) != old
     assert cli(["undo", URL, "-q"]) == 0
     assert objects(bucket) == old
