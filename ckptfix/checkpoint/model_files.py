@@ -143,13 +143,12 @@ class ModelFiles(Brief, Struct, frozen=True, kw_only=True, eq=False):
         leaves the rest random. No load needs a tied key, or a buffer that its model computes. Keys
         beyond the bytes that the index counts pass for such, whatever the class: conversions list
         ties of either direction, and masks that are computed by now. But not where two shards share
-        tensors: a copy of a shard may have the size of the shard that it replaced. And not where
-        the text has a key twice, which nothing writes.
+        tensors: a copy of a shard may have the size of the shard that it replaced.
         """
         fqns = [tensor.fqn for member in self.members for tensor in member.tensors]
         held = set(fqns)
-        is_doubtful = len(held) < len(fqns) or (self.read_index and self.read_index.repeated)
-        if held <= self.listed.keys() and self.stored_size == self.total_size and not is_doubtful:
+        has_copies = len(held) < len(fqns)
+        if held <= self.listed.keys() and self.stored_size == self.total_size and not has_copies:
             return ()
         return tuple(key for key in self.unheld if key not in self.tied)
 

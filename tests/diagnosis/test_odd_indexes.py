@@ -7,7 +7,6 @@ map, but for weights that transformers leaves on the disk.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -717,23 +716,6 @@ def test_an_odd_index_is_a_note(saved: Any, tmp_path: Path, name: str, words: st
         0,
     )
     assert [one.problem for one in model_entries(scan_folder(folder.path), None)] == [""]
-
-
-def test_a_key_that_no_shard_holds_is_lost_where_the_text_has_a_key_twice(
-    saved: Any, tmp_path: Path
-) -> None:
-    """No writer repeats a key: a stretch of the file is there again, cut inside a key."""
-    _, source = saved[Transformers, ".safetensors"]
-    folder = replace(source, path=Path(shutil.copytree(source.path, tmp_path / "model")))
-    text = folder.index.read_text()
-    entry = next(re.finditer(r'"model.norm[^,]*, ', text))[0]
-    cut = entry.replace("norm", "layers.n")
-    folder.index.write_text(text.replace(entry, entry + cut))
-    assert verdict(folder.path) == []
-    folder.index.write_text(text.replace(entry, entry + cut + entry + cut))
-    (finding,) = check(folder.path).findings
-    assert finding.code == "index-mismatch"
-    assert "lists 1 tensor that no shard holds: 'model.layers.n" in str(finding)
 
 
 @pytest.mark.parametrize(
