@@ -188,6 +188,48 @@ def test_a_guarded_load_tells_that_groups_are_in_another_order(tmp_path: Path) -
         accelerator.load_state(str(tmp_path / "c"))
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_guarded_load_orders_moments_by_name(tmp_path: Path, wrapper: str) -> None:
+    """A run on several processes saves the names of its wrapper. Names that the file kept stayed
+    in its order.
+    """
+    old = Layers("ab")
+    named = [*old.named_parameters()]
+    wanted = trained(run_of((old, adam(old, named))), tmp_path / "c")
+    path = tmp_path / "c" / "run_state_0.pt"
+    state = torch.load(path)
+    state["parameters"] = [
+        [[f"0.{wrapper}{name[2:]}" for name in group] for group in groups]
+        for groups in state["parameters"]
+    ]
+    torch.save(state, path)
+    new = Layers("ab")
+    optimizer = adam(new, [*new.named_parameters()][::-1])
+    accelerator = run_of((new, optimizer))
+    accelerator.load_state(str(tmp_path / "c"))
+    found = moments(accelerator)
+    assert found.keys() == wanted.keys()
+    assert_by_name(found, wanted)
+    names = optimizer.param_groups[0].get("param_names")
+    assert names in (None, [name for name, _ in named][::-1])
+
+
+def test_a_guarded_load_tells_that_names_and_order_have_changed(tmp_path: Path) -> None:
+    """Weights of a renamed layer come from a hook of the script; the moments went by number."""
+    old = Layers("abc")
+    trained(run_of((old, adam(old))), tmp_path / "c")
+    path = tmp_path / "c" / "run_state_0.pt"
+    state = torch.load(path)
+    (groups,) = state["parameters"]
+    groups[0] = [name.replace("0.c.", "0.d.") for name in groups[0]]
+    torch.save(state, path)
+    new = Layers("abc")
+    parameters = [*new.parameters()]
+    accelerator = run_of((new, adam(new, [*parameters[2:4], *parameters[:2], *parameters[4:]])))
+    with pytest.warns(UserWarning, match="optimizer 0: its parameters have changed"):
+        accelerator.load_state(str(tmp_path / "c"))
+
+
 def test_rates_of_a_group_that_was_divided_stay_as_in_this_run(tmp_path: Path) -> None:
     """The rate of the one old group replaced those of the script, and nothing said so."""
     old = Layers("ab", head=2)

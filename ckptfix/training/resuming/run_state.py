@@ -31,6 +31,7 @@ from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.patching import Method, Patch, Patches, replaced
 from ckptfix.storage.paths import RECEIPT
+from ckptfix.training.loading.moments import in_own_order, own_names
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
 from ckptfix.training.resuming import loader_positions, positions
@@ -609,35 +610,42 @@ def _misfit(
 def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     """Give each parameter the moments of its name: optimizer.bin has them in the order of the
     saving rank 0. ``saved``: the names in that order, by optimizer and group. Return the optimizers
-    whose parameters have changed their groups, which nothing mends: options and rates go with them.
+    where nothing mends what the load mixed: options and rates go with the param groups.
     """
     problems: list[str] = []
-    now = _parameter_names(accelerator)
+    own = own_names(list(enumerate(accelerator._models)))
     optimizers = [
         one
         for one in map(innermost, accelerator._optimizers)
         if isinstance(one, torch.optim.Optimizer)
     ]
-    if len(saved) != len(now):
+    if len(saved) != len(optimizers):
         return problems
-    for number, (optimizer, before, after) in enumerate(zip(optimizers, saved, now, strict=True)):
-        is_same = [sorted(group) for group in before] == [sorted(group) for group in after]
-        is_named = all("" not in group and len(set(group)) == len(group) for group in before)
-        if is_named and not is_same and sorted(chain(*before)) == sorted(chain(*after)):
+    for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
+        if "" in chain(*groups):
+            continue  # of no model: the position alone says whose moments they are
+        names = {
+            (group, place): (int(model), name)
+            for group, fqns in enumerate(groups)
+            for place, (model, _, name) in enumerate(fqn.partition(".") for fqn in fqns)
+        }
+        # The load gave moments to parameters by their numbers: each now stands for those it got.
+        ordered, problem = in_own_order(
+            {"param_groups": optimizer.param_groups}, names, optimizer, own
+        )
+        if problem:
             problems.append(
-                f"optimizer {number}: its parameters have changed their param groups since the save, "
-                "so moments and options went to other parameters"
+                f"optimizer {number}: its parameters have changed their param groups or names "
+                "since the save, so moments and options went to other parameters"
             )
-        if before == after or not is_same or not is_named:
-            continue  # under other names, the position alone says whose they are
-        for group, old, new in zip(optimizer.param_groups, before, after, strict=True):
-            loaded = {
-                name: optimizer.state.pop(parameter, None)
-                for name, parameter in zip(old, group["params"], strict=True)
-            }
-            for name, parameter in zip(new, group["params"], strict=True):
-                if loaded[name] is not None:
-                    optimizer.state[parameter] = loaded[name]
+        loaded = dict(optimizer.state)
+        for group, sources in zip(optimizer.param_groups, ordered["param_groups"], strict=True):
+            for parameter, source in zip(group["params"], sources["params"], strict=True):
+                optimizer.state.pop(parameter, None)
+                if source in loaded:
+                    optimizer.state[parameter] = loaded[source]
+            if "param_names" in group:
+                group["param_names"] = sources["param_names"]
     return problems
 
 
