@@ -1,7 +1,11 @@
 """The newest checkpoint of a store, and loads from there, while others repair, delete and write."""
 
+import errno
+import fcntl
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -117,7 +121,7 @@ def test_what_is_kept_for_an_undo_is_not_fetched_and_copies_of_killed_loads_go(
     )
     with fetched(URL) as copy:
         assert not (copy / ".ckptfix").exists()
-        (folder,) = (tmp_path / f"ckptfix-loads-{os.geteuid()}").iterdir()
+        (folder,) = copies_in(tmp_path)
         killed = folder.with_name("of-a-killed-load")
         (killed / "checkpoint_6").mkdir(parents=True)
         bucket.write("run/checkpoint_7/notes.txt", b"another state of the checkpoint")
@@ -125,4 +129,114 @@ def test_what_is_kept_for_an_undo_is_not_fetched_and_copies_of_killed_loads_go(
             assert not killed.exists()
             assert (copy / "model.safetensors").exists()  # somebody loads it
             assert other != copy
-    assert not list(folder.parent.iterdir())
+    assert not copies_in(tmp_path)
+
+
+def copies_in(staging: Path) -> list[Path]:
+    return [
+        path
+        for path in (staging / f"ckptfix-copies-{os.geteuid()}").iterdir()
+        if path.suffix != ".lock"
+    ]
+
+
+def fetches(bucket: Cloud) -> list[str]:
+    """Return the keys of the models that are read from now on."""
+    read: list[str] = []
+
+    def note(method: str, key: str, is_after: bool) -> None:
+        if method == "get_object" and key.endswith("model.safetensors") and not is_after:
+            read.append(key)
+
+    bucket.strike = note
+    return read
+
+
+def test_processes_that_look_at_once_share_one_copy_and_wait_for_no_end_of_a_load(
+    bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw that nothing was there: one fetched, the other waited to be alone, which it never
+    was, as the first one waited for it.
+    """
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(bucket, STUDENT_AND_TEACHER)
+    read = fetches(bucket)
+    both, seen = threading.Barrier(2, timeout=20), threading.local()
+    real = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        real(fd, operation)
+        if operation == fcntl.LOCK_SH and not hasattr(seen, "first"):
+            seen.first = True
+            both.wait()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    def load() -> int:
+        with fetched(URL) as copy:
+            both.wait()
+            return (copy / "model.safetensors").stat().st_size
+
+    with ThreadPoolExecutor(2) as pool:
+        sizes = [one.result() for one in [pool.submit(load) for _ in range(2)]]
+    assert sizes == [(STUDENT_AND_TEACHER / "model.safetensors").stat().st_size] * 2
+    assert len(read) == 1
+    assert not copies_in(tmp_path)
+
+
+def test_a_copy_is_complete_while_anybody_loads_it(
+    bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(bucket, STUDENT_AND_TEACHER)
+    expected = {
+        path.name: path.read_bytes() for path in STUDENT_AND_TEACHER.iterdir() if path.is_file()
+    }
+
+    def load() -> None:
+        for _ in range(20):
+            with fetched(URL) as copy:
+                assert {name: (copy / name).read_bytes() for name in expected} == expected
+
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(load) for _ in range(4)]:
+            one.result()
+    assert not copies_in(tmp_path)
+
+
+def test_a_copy_whose_removal_was_killed_is_fetched_anew(
+    bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark of a complete copy outlived some of its files."""
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(bucket, STUDENT_AND_TEACHER)
+
+    def killed(folder: Path, *, ignore_errors: bool) -> None:
+        next(folder.rglob("model.safetensors"), folder / "none").unlink(missing_ok=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.training.loading.fetching.shutil.rmtree", killed)
+        with fetched(URL):
+            pass
+    assert copies_in(tmp_path)
+    with fetched(URL) as copy:
+        assert (copy / "model.safetensors").exists()
+    assert not copies_in(tmp_path)
+
+
+def test_a_fetch_that_fails_leaves_no_part_and_the_next_one_begins_anew(
+    bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(bucket, STUDENT_AND_TEACHER)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.training.loading.fetching.os.pwrite", full)
+        with pytest.raises(OSError, match="No space left"), fetched(URL):
+            pass
+    assert not copies_in(tmp_path)
+    with fetched(URL) as copy:
+        assert (copy / "model.safetensors").exists()

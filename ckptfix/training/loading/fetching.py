@@ -3,7 +3,7 @@ once per machine.
 
 Loaders read files, and a load must not begin before all of it is here. The processes of one machine
 share a copy: the first one fetches it under a lock, the others wait for that, and the last one
-removes it. A kill leaves no lock.
+removes it. A kill leaves no lock, only its empty file.
 """
 
 import fcntl
@@ -89,71 +89,59 @@ def fetched(path: str | os.PathLike[str], ranks: Ranks | None = None) -> Iterato
 def _fetched(path: str) -> Iterator[Path]:
     remote = _look(path.rstrip("/"))
     folder = _own_folder() / remote.identity
+    complete = folder / _COMPLETE
     _sweep(folder)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / PurePosixPath(remote.store.url).name
-    done = False
-    while not done:
-        with _locked(folder) as lock:
-            if not lock.is_current():
-                continue  # another process removed the copy while this one waited
-            if not (folder / _COMPLETE).exists():
-                lock.take(fcntl.LOCK_EX)
-                if lock.is_current() and not (folder / _COMPLETE).exists():
-                    _fetch(remote, target)
-                    (folder / _COMPLETE).touch()
-                continue
-            done = True
-            try:
-                yield target
-            finally:
-                if lock.is_last():
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Lock:
-    """The lock of a copy: one process fetches, all use it together, the last one removes it."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self._path = path
-        self._fd = fd
-
-    def take(self, kind: int) -> None:
-        """Wait until this process has the lock alone, or together with others."""
-        fcntl.flock(self._fd, kind)
-
-    def is_current(self) -> bool:
-        """Return whether the lock is still that of the folder."""
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
-        return False
-
-    def is_last(self) -> bool:
-        """Return whether nobody else uses the copy; nobody can begin to then."""
+    with _lock_of(folder) as lock:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            while not complete.exists():
+                # Nobody waits to be alone: others may use the copy by then, and wait for this
+                # process. A change of the lock lets others in between, so each looks again.
+                if _is_alone(lock) and not complete.exists():
+                    _remove(folder)
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                    _fetch(remote, folder / _name(remote))
+                    complete.touch()
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            yield folder / _name(remote)
+        finally:
+            if _is_alone(lock):
+                _remove(folder)
+
+
+def _name(remote: _Remote) -> str:
+    return PurePosixPath(remote.store.url).name
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[_Lock]:
-    """Yield the lock of a copy, which this process has together with others: they wait for each
-    other afterwards.
+def _lock_of(folder: Path) -> Iterator[int]:
+    """Yield the open lock file of a copy. It is empty and stays: another process may have opened
+    it before it is removed, and then the two would have locks of their own.
     """
-    path = folder / "lock"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(folder.with_suffix(".lock"), flags, 0o600)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:  # removed just now: the caller looks, and tries again
-        fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        lock = _Lock(path, fd)
-        lock.take(fcntl.LOCK_SH)
         yield lock
     finally:
-        os.close(fd)
+        os.close(lock)
+
+
+def _is_alone(lock: int) -> bool:
+    """Return whether nobody else fetches or uses a copy; nobody can begin to then. If somebody
+    does, this process has no lock any more.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        # First: a process that is killed here must not leave a part as a complete copy.
+        (folder / _COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(current: Path) -> None:
@@ -161,25 +149,17 @@ def _sweep(current: Path) -> None:
     any more.
     """
     for folder in current.parent.iterdir():
-        with suppress(OSError):
-            if folder == current:
-                continue
-            fd = os.open(
-                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
-            try:
-                lock = _Lock(folder / "lock", fd)
-                if lock.is_last() and lock.is_current():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
+        if folder != current and folder.is_dir():
+            with suppress(OSError), _lock_of(folder) as lock:
+                if _is_alone(lock):
+                    _remove(folder)
 
 
 def _own_folder() -> Path:
     """Return the folder of this user's copies. A pickle in it would be executed, so nobody else may
     write there.
     """
-    folder = staging_folder() / f"ckptfix-loads-{os.geteuid()}"
+    folder = staging_folder() / f"ckptfix-copies-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = os.lstat(folder)
