@@ -37,6 +37,11 @@ from ckptfix.training.saving.staged_saves import (
 
 _log = logging.getLogger("ckptfix")
 
+Describe = Callable[[], bytes | Callable[[], bytes] | None]
+"""Returns the manifest of a staged save, as ``commit`` takes it; None where nothing was written on
+this disk.
+"""
+
 
 class _Disk(NamedTuple):
     """The part of a save that one process answers for on its disk: nothing, unless it made the
@@ -51,27 +56,13 @@ class _Disk(NamedTuple):
 class JointSave:
     """One save. Every process makes one, with the same ``what``, the name of the call in messages.
 
-    ``write`` writes the files of this process. On each disk one process then calls ``describe``,
-    which completes the staging folder and returns its manifest, as ``commit`` takes it (None:
-    nothing was written on this disk), and ``rotate``, when the new checkpoint is in its place.
+    Each calls ``meet``, writes its files in a block of ``staged``, and calls ``put_in_place``.
     ``undo`` is called on every process when the save has failed.
     """
 
-    def __init__(
-        self,
-        accelerator: Any,
-        what: str,
-        *,
-        write: Callable[[StagedSave], object],
-        describe: Callable[[StagedSave], bytes | Callable[[], bytes] | None],
-        rotate: Callable[[StagedSave], object],
-        undo: Callable[[], object],
-    ) -> None:
+    def __init__(self, accelerator: Any, what: str, *, undo: Callable[[], object]) -> None:
         self._accelerator = accelerator
         self._what = what
-        self._write = write
-        self._describe = describe
-        self._rotate = rotate
         self._undo = undo
         self._ranks = Ranks(accelerator)
         self._is_on_nodes = False
@@ -96,32 +87,39 @@ class JointSave:
         self._is_on_nodes = sum(word.startswith("1") for word in words) > 1
         return [word[1:] for word in words]
 
-    def run(self, plan: Callable[[], StagedSave]) -> Path:
-        """Save on every process, and return the target, which the main process plans. All have met
-        before.
+    @contextmanager
+    def staged(self, plan: Callable[[], StagedSave]) -> Iterator[StagedSave]:
+        """Yield the staging folder of a save that the main process plans, for the files of this
+        process. All have met before.
         """
         self._begin(plan)
         with self._on_all():
-            self._write(self._staging)
+            yield self._staging
+
+    def put_in_place(self, describe: Describe, rotate: Callable[[], object]) -> None:
+        """Commit on every disk what is staged there.
+
+        On each of them one process calls ``describe``, which completes the staging folder, and
+        ``rotate``, when the new checkpoint is in its place.
+        """
         is_main = self._accelerator.is_main_process
         if self._staging.how is How.UPLOAD:
-            self._upload()
+            self._upload(describe)
             with self._on_all():
                 if is_main:
-                    self._rotate(self._staging)
-            return self._staging.target
+                    rotate()
+            return
         with self._on_all():
             if is_main:
-                self._commit()
+                self._commit(describe)
                 if not self._is_on_nodes:
-                    self._rotate(self._staging)
+                    rotate()
         if self._is_on_nodes:  # another disk gets the checkpoint once the main one has it
             with self._on_all():
                 if self._owns and not is_main:
-                    self._commit()
+                    self._commit(describe)
                 if self._owns:
-                    self._rotate(self._staging)
-        return self._staging.target
+                    rotate()
 
     def _begin(self, plan: Callable[[], StagedSave]) -> None:
         """Plan the save, make the staging folder, and find out who answers for a disk.
@@ -143,7 +141,7 @@ class JointSave:
                 if accelerator.is_local_main_process and not accelerator.is_main_process:
                     self._owns = begin(self._staging)
 
-    def _upload(self) -> None:
+    def _upload(self, describe: Describe) -> None:
         """Upload what is staged on every disk, at once, and commit it when all of it is there.
 
         Once all is staged nothing of it is removed before the commit: an upload that fails costs no
@@ -153,7 +151,7 @@ class JointSave:
         manifest: bytes | None = None
         files: dict[str, int] = {}
         with self._on_all():
-            described = self._describe(staging) if self._owns else None
+            described = describe() if self._owns else None
             manifest = described() if callable(described) else described
             if manifest is not None:
                 files = staged_files(staging.folder)
@@ -210,8 +208,8 @@ class JointSave:
             _log.warning("%s", not_uploaded(staging.place, main, error, parts))
             raise
 
-    def _commit(self) -> None:
-        manifest = self._describe(self._staging)
+    def _commit(self, describe: Describe) -> None:
+        manifest = describe()
         if manifest is not None:
             commit(self._staging, manifest)
         else:

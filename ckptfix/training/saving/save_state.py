@@ -79,19 +79,22 @@ def save_state(
             lambda folder: method(folder, safe_serialization, **kwargs),
             safe_serialization,
         )
+        joint = JointSave(accelerator, WHAT, undo=save.renumber)
         target = _target(accelerator, output_dir)
         try:
-            if _together(accelerator) and save.is_of_all(target):
-                name = save.joint.run(lambda: plan_staging(target)).name
+            if _together(accelerator) and _is_of_all(joint, accelerator, target):
+                with joint.staged(lambda: plan_staging(target)) as staging:
+                    save.write_own(staging)
+                joint.put_in_place(save.manifest, save.rotate)
             else:
-                name = save.alone(target).name
+                staging = save.alone(target)
         finally:
             save.end()
             restore(save.random)
         if is_url(target):
             return target
         if accelerator.project_configuration.automatic_checkpoint_naming:
-            return Path(accelerator.project_dir) / "checkpoints" / name
+            return Path(accelerator.project_dir) / "checkpoints" / staging.target.name
         return Path(str(output_dir))
 
 
@@ -108,6 +111,13 @@ def _must_be_together(accelerator: Accelerator) -> bool:
         accelerator.project_configuration.automatic_checkpoint_naming
         or accelerator.distributed_type in SHARDED
     )
+
+
+def _is_of_all(joint: JointSave, accelerator: Accelerator, target: Path | str) -> bool:
+    """Return whether all processes save to one folder; some scripts have one for each."""
+    is_asked = guard_of(accelerator).settings.save_together
+    can_save_alone = is_asked and not _must_be_together(accelerator)
+    return len(set(joint.meet(os.path.dirname(target), can_save_alone=can_save_alone))) == 1
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
@@ -133,14 +143,6 @@ class _Save:
     def __init__(
         self, accelerator: Accelerator, write: Callable[[str], Any], safetensors: bool
     ) -> None:
-        self.joint = JointSave(
-            accelerator,
-            WHAT,
-            write=self._write_own,
-            describe=lambda staging: self._manifest(),
-            rotate=lambda staging: self._rotate(),
-            undo=self._renumber,
-        )
         self._accelerator = accelerator
         self._safetensors = safetensors
         self.random = capture()
@@ -150,41 +152,33 @@ class _Save:
         self._models: tuple[ManifestEntry, ...] = ()
         self._digests = SavedDigests() if guard_of(accelerator).settings.tensor_digests else None
         self._staging: StagedSave
-        self._owns = False
 
-    def is_of_all(self, target: Path | str) -> bool:
-        """Return whether all processes save to one folder; some scripts have one for each."""
-        is_asked = guard_of(self._accelerator).settings.save_together
-        can_save_alone = is_asked and not _must_be_together(self._accelerator)
-        return (
-            len(set(self.joint.meet(os.path.dirname(target), can_save_alone=can_save_alone))) == 1
-        )
-
-    def alone(self, target: Path | str) -> Path:
+    def alone(self, target: Path | str) -> StagedSave:
         """Save what this process writes, and wait for no other: the main one as a whole, another
         one file by file.
         """
         accelerator = self._accelerator
         leads = _leads(accelerator)
         self._staging = plan_staging(target, processes=accelerator.num_processes)
+        owns = False
         try:
-            self._owns = begin(self._staging)
+            owns = begin(self._staging)
             self._write_all()
             if leads:
-                commit(self._staging, self._manifest(is_whole=accelerator.num_processes == 1))
-                self._rotate()
+                commit(self._staging, self.manifest(is_whole=accelerator.num_processes == 1))
+                self.rotate()
             else:
                 for name in _of_the_last_writer(accelerator):
                     (self._staging.folder / name).unlink(missing_ok=True)
                 add(self._staging)
         except BaseException:
-            self._renumber()
-            if self._owns:
+            self.renumber()
+            if owns:
                 abandon(self._staging)
             raise
-        return self._staging.target
+        return self._staging
 
-    def _write_own(self, staging: StagedSave) -> None:
+    def write_own(self, staging: StagedSave) -> None:
         """Write this process's part of a save of all processes."""
         self._staging = staging
         self._write_all()
@@ -244,7 +238,7 @@ class _Save:
         rank = _rank_of(name)
         return rank is not None and rank == int(self._accelerator.process_index)
 
-    def _manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
+    def manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
         """Complete the files that every process writes, and return what makes the manifest of all
         that is staged.
 
@@ -280,14 +274,16 @@ class _Save:
         if self._digests is not None:
             self._digests.close()
 
-    def _rotate(self) -> None:
+    def rotate(self) -> None:
+        """Remove old checkpoints beyond the limit of automatic naming."""
         if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:
             if self._staging.url:
                 rotate_in_store(os.path.dirname(self._staging.url), self._config.total_limit)
             else:
                 rotate(self._staging.target.parent, self._config.total_limit)
 
-    def _renumber(self) -> None:
+    def renumber(self) -> None:
+        """Set the number of the next save to what it was before this one."""
         self._config.iteration = self._iteration
 
 

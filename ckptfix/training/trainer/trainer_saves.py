@@ -10,7 +10,7 @@ changes places with the new one (#36099).
 
 import logging
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,53 @@ def save_checkpoint(
     """
     if _is_left_to_transformers(trainer):
         return method(model, trial, *args, **kwargs)
-    save = _TrainerSave(trainer, trial, lambda: method(model, trial, *args, **kwargs))
-    return save.run()
+    accelerator = trainer.accelerator
+    run = str(trainer._get_output_dir(trial=trial))
+    name = TRAINER.replace("{}", str(trainer.state.global_step))
+    best = trainer.state.best_model_checkpoint
+    # The generators where the Trainer's part leaves them: the run goes on from there, as without
+    # the guard.
+    random = capture()
+    pushes: list[object] = []
+
+    def restore_best() -> None:
+        trainer.state.best_model_checkpoint = best
+
+    save = JointSave(accelerator, WHAT, undo=restore_best)
+    names = save.meet(name)
+    if len(set(names)) > 1:
+        others = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(names))
+        raise OperationError(
+            f"{WHAT}: the processes save different steps ({others}); nothing was written"
+        )
+    hidden = _NEVER_PUSHED if trainer.args.push_to_hub else ""
+    try:
+        with save.staged(
+            lambda: plan_staging(Path(run) / name, hidden=hidden, trainer=True)
+        ) as staging:
+            folder = str(staging.folder)
+            with replaced(
+                trainer,
+                _get_output_dir=lambda trial=None: folder,
+                _push_from_checkpoint=pushes.append,
+            ):
+                try:
+                    result = method(model, trial, *args, **kwargs)
+                finally:
+                    random = capture()
+            if not trainer.args.save_only_model:
+                made = staging.folder / name
+                made.mkdir(exist_ok=True)
+                run_state.save(accelerator, made, random, {})
+            _set_best(trainer.state, staging.folder, run, name)
+        save.put_in_place(
+            partial(_describe, trainer, staging, name), partial(_rotate, trainer, run, staging)
+        )
+    finally:
+        restore(random)
+    for _ in pushes:
+        trainer._push_from_checkpoint(os.path.join(run, name))
+    return result
 
 
 def _is_left_to_transformers(trainer: Any) -> bool:
@@ -69,124 +114,50 @@ def _is_left_to_transformers(trainer: Any) -> bool:
     )
 
 
-class _TrainerSave:
-    """One save. ``write`` is the Trainer's part of it: all files of this process, into the folder
-    it asks for.
+def _set_best(state: Any, staged: Path, run: str, name: str) -> None:
+    """Point the state to where the best model will lie: the Trainer found it in the staging folder,
+    or not.
     """
+    found = state.best_model_checkpoint
+    if found is not None and Path(found).is_relative_to(staged):
+        state.best_model_checkpoint = os.path.join(run, name)
+    elif step := getattr(state, "best_global_step", None):  # not in 4.44
+        best = os.path.join(run, TRAINER.replace("{}", str(step)))
+        if os.path.exists(best):
+            state.best_model_checkpoint = best
 
-    def __init__(self, trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
-        self._trainer = trainer
-        self._write = write
-        self._run = str(trainer._get_output_dir(trial=trial))
-        self._name = TRAINER.replace("{}", str(trainer.state.global_step))
-        self._best = trainer.state.best_model_checkpoint
-        self._random = capture()
-        """The generators where the Trainer's part leaves them: the run goes on from there, as
-        without the guard.
-        """
-        self._result: Any = None
-        self._pushes = 0
 
-    def run(self) -> Any:
-        trainer = self._trainer
-        hidden = _NEVER_PUSHED if trainer.args.push_to_hub else ""
-        target = Path(self._run) / self._name
-        save = JointSave(
-            trainer.accelerator,
-            WHAT,
-            write=self._write_all,
-            describe=self._describe,
-            rotate=self._rotate,
-            undo=self._restore_best,
-        )
-        names = save.meet(self._name)
-        if len(set(names)) > 1:
-            others = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            raise OperationError(
-                f"{WHAT}: the processes save different steps ({others}); nothing was written"
-            )
-        try:
-            save.run(lambda: plan_staging(target, hidden=hidden, trainer=True))
-        finally:
-            restore(self._random)
-        for _ in range(self._pushes):
-            trainer._push_from_checkpoint(os.path.join(self._run, self._name))
-        return self._result
+def _describe(trainer: Any, staging: StagedSave, name: str) -> bytes | None:
+    if not (staging.folder / name).is_dir():
+        return None
+    lift(staging)
+    step, settings = trainer.state.global_step, guard_of(trainer.accelerator).settings
+    where = staging.url or staging.target
+    check_save(settings, staging.folder, where, trainer, [trainer.model], step=step)
+    state = staging.folder / TRAINER_STATE
+    if state.exists():
+        trainer.state.save_to_json(str(state))  # with the best model where it will lie
+    return make_manifest(trainer.accelerator, staging.folder, ()).to_bytes()
 
-    def _write_all(self, staging: StagedSave) -> None:
-        def count(folder: object) -> None:
-            self._pushes += 1
 
-        folder = str(staging.folder)
-        with replaced(
-            self._trainer,
-            _get_output_dir=lambda trial=None: folder,
-            _push_from_checkpoint=count,
-        ):
-            try:
-                self._result = self._write()
-            finally:
-                self._random = capture()
-        if not self._trainer.args.save_only_model:
-            made = staging.folder / self._name
-            made.mkdir(exist_ok=True)
-            run_state.save(self._trainer.accelerator, made, self._random, {})
-        self._set_best(staging)
-
-    def _set_best(self, staging: StagedSave) -> None:
-        """Point the state to where the best model will lie: the Trainer found it in the staging
-        folder, or not.
-        """
-        state = self._trainer.state
-        found = state.best_model_checkpoint
-        if found is not None and Path(found).is_relative_to(staging.folder):
-            state.best_model_checkpoint = os.path.join(self._run, self._name)
-        elif step := getattr(state, "best_global_step", None):  # not in 4.44
-            best = os.path.join(self._run, TRAINER.replace("{}", str(step)))
-            if os.path.exists(best):
-                state.best_model_checkpoint = best
-
-    def _restore_best(self) -> None:
-        self._trainer.state.best_model_checkpoint = self._best
-
-    def _describe(self, staging: StagedSave) -> bytes | None:
-        if not (staging.folder / self._name).is_dir():
-            return None
-        lift(staging)
-        trainer, step = self._trainer, self._trainer.state.global_step
-        settings = guard_of(trainer.accelerator).settings
-        check_save(
-            settings,
-            staging.folder,
-            staging.url or staging.target,
-            trainer,
-            [trainer.model],
-            step=step,
-        )
-        state = staging.folder / TRAINER_STATE
-        if state.exists():
-            trainer.state.save_to_json(str(state))  # with the best model where it will lie
-        return make_manifest(trainer.accelerator, staging.folder, ()).to_bytes()
-
-    def _rotate(self, staging: StagedSave) -> None:
-        """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end
-        the training.
-        """
-        trainer, limit = self._trainer, self._trainer.args.save_total_limit
-        _warn_of_later(staging.target)
-        if limit is None or limit <= 0:
-            return
-        own = getattr(type(trainer), "_rotate_checkpoints", None)
-        if own is not None and not own.__module__.startswith("transformers."):
-            trainer._rotate_checkpoints(
-                use_mtime=False, output_dir=self._run
-            )  # of a subclass, by its own rules
-            return
-        best = trainer.state.best_model_checkpoint
-        try:
-            rotate_steps(staging.target, limit, best=None if best is None else Path(best))
-        except OSError as error:
-            _log.warning("%s: could not remove all old checkpoints: %s", self._run, error)
+def _rotate(trainer: Any, run: str, staging: StagedSave) -> None:
+    """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end the
+    training.
+    """
+    limit = trainer.args.save_total_limit
+    _warn_of_later(staging.target)
+    if limit is None or limit <= 0:
+        return
+    own = getattr(type(trainer), "_rotate_checkpoints", None)
+    if own is not None and not own.__module__.startswith("transformers."):
+        # Of a subclass, by its own rules.
+        trainer._rotate_checkpoints(use_mtime=False, output_dir=run)
+        return
+    best = trainer.state.best_model_checkpoint
+    try:
+        rotate_steps(staging.target, limit, best=None if best is None else Path(best))
+    except OSError as error:
+        _log.warning("%s: could not remove all old checkpoints: %s", run, error)
 
 
 def _warn_of_later(saved: Path) -> None:
