@@ -12,6 +12,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -302,6 +303,20 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def command_of(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that calls ``main`` of a module in another process.
+
+    It imports what this process would: ``-m`` puts the current folder first, and a checkpoint may
+    hold a torch.py.
+    """
+    end = len(arguments) + 1
+    begin = (
+        f"import sys; sys.path[:] = sys.argv[{end}:]; from {module} import main; "
+        f"main(*sys.argv[1:{end}])"
+    )
+    return (sys.executable, "-c", begin, *arguments, *sys.path)
 
 
 class Ended(Struct, frozen=True, kw_only=True):

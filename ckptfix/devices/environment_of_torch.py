@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptfix.hardware import run_limited
+from ckptfix.hardware import command_of, run_limited
 
 PATIENCE = 120.0
 """Seconds for importing torch and initialising every device: slow file systems, and drivers that
@@ -27,13 +27,6 @@ _DOING = {
     "verdicts": "while the probe's verdicts were read",
 }
 """Step -> what a process that came no further was doing."""
-
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
-# torch.py.
-_BEGIN = (
-    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.environment_of_torch import "
-    "main; main()"
-)
 
 
 def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, A
         for part in _answers():
             said.update(part)
     else:
-        ended = run_limited((sys.executable, "-c", _BEGIN, *sys.path), patience)
+        ended = run_limited(command_of(__name__), patience)
         for part in _parts(ended.out):
             said.update(part)
         if said["stage"] != "done" and not said["problem"]:

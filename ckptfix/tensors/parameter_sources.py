@@ -8,7 +8,6 @@ is a function is called in this process.
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from msgspec import Struct
 from ckptfix.checkpoint.keys import common_wrappers, dotted, without_private_wrappers
 from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.hardware import run_limited
+from ckptfix.hardware import command_of, run_limited
 from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.optimizers import OptimizerState
 from ckptfix.tensors.parameter_names import (
@@ -42,13 +41,6 @@ in it are looked into.
 
 PATIENCE = 1800.0
 """Seconds for building a model: a factory may read weights from a slow disk."""
-
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
-# torch.py.
-_BEGIN = (
-    "import sys; sys.path[:] = sys.argv[2:]; from ckptfix.devices.reload.skeletons import main; "
-    "main(sys.argv[1])"
-)
 
 _HELP = "help: name the model of this run with --model MODULE:FACTORY"
 
@@ -148,7 +140,8 @@ def models_of_run(root: AnyPath, model: str | Factory | None, keys: "_Keys") -> 
     with tempfile.TemporaryDirectory(prefix="ckptfix-") as folder:
         answer = Path(folder) / "answer.json"
         answer.write_text(json.dumps({"model": model, "root": str(root.absolute())}))
-        ended = run_limited((sys.executable, "-c", _BEGIN, str(answer), *sys.path), PATIENCE)
+        command = command_of("ckptfix.devices.reload.skeletons", str(answer))
+        ended = run_limited(command, PATIENCE)
         found = json.loads(answer.read_text())
     if "parameters" not in found:
         why = (

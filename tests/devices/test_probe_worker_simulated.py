@@ -77,9 +77,10 @@ def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) ->
         "worker.make_batch = make_or_abort\n"
     )
     code = (
-        "from ckptfix.devices.probe import measuring\nimport sys\nmeasuring._BEGIN = "
-        "measuring._BEGIN.replace('from ckptfix', 'import aborting; from ckptfix', "
-        f"1)\nsys.path.append({str(tmp_path)!r})\n" + PROBE.format(budget=120.0, seed=1).strip()
+        "from ckptfix.devices.probe import measuring\nimport sys\n"
+        "command = measuring.worker_command\nmeasuring.worker_command = lambda: "
+        "[part.replace('from ckptfix', 'import aborting; from ckptfix') for part in command()]\n"
+        f"sys.path.append({str(tmp_path)!r})\n" + PROBE.format(budget=120.0, seed=1).strip()
     )
     found = verdicts(json.loads(run_simulated(code, 2)))
     assert found == {(0, 1): ("wrong", "crash"), (1, 0): ("healthy", "")}

@@ -11,7 +11,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +39,7 @@ from ckptfix.devices.probe.worker import (
 )
 from ckptfix.devices.torch_devices import Machine
 from ckptfix.errors import OperationError
-from ckptfix.hardware import Pair
+from ckptfix.hardware import Pair, command_of
 from ckptfix.wording import count_of, first_few
 
 _FOR_MORE = 0.5
@@ -230,19 +229,13 @@ STARTING = 180.0
 are slow.
 """
 
-_BEGIN = (
-    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.probe.worker import main; main()"
-)
-# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a
-# torch.py.
-
 _SHOWS_LESS = "CUDA_LAUNCH_BLOCKING"
 """The variable that makes copies wait for each other, and so hides a late arrival."""
 
 
 def worker_command() -> tuple[str, ...]:
     """Return the command that starts a worker with the modules of this process."""
-    return (sys.executable, "-c", _BEGIN, *sys.path)
+    return command_of("ckptfix.devices.probe.worker")
 
 
 class Watched:
