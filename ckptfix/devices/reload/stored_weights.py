@@ -233,7 +233,7 @@ def _of_torch(
             layout = None if is_compressed else torch_layout(root / member.path, content, one)
             if layout is not None and is_expanded(layout):
                 continue  # a few bytes that claim to be terabytes would be written out
-            shares = (member.path, one.storage_key, one.storage_offset, one.shape, one.stride)
+            shares = (member.path, one.view)
             yield (
                 one.fqn,
                 FileTensor(
