@@ -130,6 +130,19 @@ def ranks_that_see_other_folders(folder: Path) -> Seen:
 
 
 @case
+def ranks_that_see_other_saves(folder: Path) -> Seen:
+    """Node disks whose newest checkpoints differ: all files have the same names and sizes."""
+    run = make_run(seeded(TwoLayer, 1), scheduler=True, custom=1)
+    paths = [folder / "earlier", folder / "later"]
+    for path in paths:
+        run.train()
+        run.accelerator.save_state(str(path))
+        run.accelerator.wait_for_everyone()
+    reset()
+    return failing(fresh(), paths[rank()])
+
+
+@case
 def an_object_of_one_rank_refuses(folder: Path) -> Seen:
     path = saved(folder, "refuses")
     run = fresh()

@@ -61,6 +61,14 @@ def test_ranks_that_would_load_different_things_load_nothing(seen: Ranks) -> Non
         assert rank["same"]
 
 
+def test_ranks_that_see_other_saves_of_a_run_load_nothing(seen: Ranks) -> None:
+    for rank in seen["ranks_that_see_other_saves"]:
+        assert "rank 1 would load different data than rank 0: optimizers 0" in rank["error"]
+        assert " at step 4 with learning rates [" in rank["error"]
+        assert " at step 2 with learning rates [" in rank["error"]
+        assert rank["same"]
+
+
 def test_a_failure_after_the_agreement_is_taken_back_on_all(seen: Ranks) -> None:
     first, second = seen["an_object_of_one_rank_refuses"]
     assert "custom 0 (SampleCounter) could not load its state" in second["error"]

@@ -46,7 +46,10 @@ SAVED_AT, LAST = 3, 8
 
 OF_STEPS = tuple(state for state in STATES if state != UNPREPARED)
 """The states of a step; unprepared models are compared before the first batch alone."""
-ATTRIBUTES = "tensors and counters of the script outside models, optimizers and state_dict()"
+ATTRIBUTES = (
+    "objects that the script neither prepares nor registers (an EMA, counters), and attributes "
+    "outside state_dict()"
+)
 
 
 def step(number: int, rank: int = 0) -> Step:

@@ -7,7 +7,7 @@ the script, and loads that are delegated to accelerate, modify anything elsewher
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-Outline = tuple[tuple[object, ...], ...]
+Outline = tuple[str, ...]
 
 _ORDER = (
     Part.MODELS,
@@ -352,7 +352,7 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
         if theirs != mine:
             pairs = zip(mine, theirs, strict=False)
             counts = f"{len(mine)} components versus {len(theirs)}"
-            difference = next((f"{a} versus {b}" for a, b in pairs if a != b), counts)
+            difference = next((f"{b} versus {a}" for a, b in pairs if a != b), counts)
             raise LoadError(
                 f"rank {other} would load different data than rank {first}: {difference}; do all "
                 "ranks see the same folder?"
@@ -360,21 +360,44 @@ def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> N
 
 
 def outline(draft: Draft) -> Outline:
-    """Return what must be the same on every rank: component, status, files, their sizes in bytes,
-    and what is left.
+    """Return in words what must be the same on every rank: each component, its status, its files
+    with their sizes, what is left, and how far an optimizer or a scheduler has come.
     """
     sizes = {str(member.path): member.size for entry in draft.used for member in entry.members}
-    return tuple(
-        (
-            report.name,
-            report.status.value,
-            report.files,
-            tuple(sizes.get(name, 0) for name in report.files),
-            *(() if report.is_in_full else (report.fresh, report.unused, report.mismatched)),
-        )
-        for report in draft.report().components
-        if report.part not in OF_A_RANK
-    )
+    progress = {id(report): _progress(action) for report, action in draft.planned}
+    lines = []
+    for report in draft.report().components:
+        if report.part not in OF_A_RANK:
+            files = [f"{name} ({sizes.get(name, 0)} bytes)" for name in report.files]
+            words = [report.name, report.status.value, *files, *progress.get(id(report), ())]
+            if not report.is_in_full:
+                words += map(str, (report.fresh, report.unused, report.mismatched))
+            lines.append(" ".join(words))
+    return tuple(lines)
+
+
+def _progress(action: Action) -> tuple[str, ...]:
+    """Return in words how far an optimizer or a scheduler has come: files of two saves of a run
+    have the same names and sizes.
+    """
+    state = action.state if isinstance(action, LoadState) else None
+    if not isinstance(state, Mapping):
+        return ()
+    if "param_groups" not in state:
+        return (f"at step {state['last_epoch']}",) if "last_epoch" in state else ()
+    groups, states = state["param_groups"], state.get("state")
+    rates = [_number(group.get("lr")) for group in groups if isinstance(group, Mapping)]
+    moments = next(iter(states.values()), None) if isinstance(states, Mapping) else None
+    step = _number(moments.get("step")) if isinstance(moments, Mapping) else None
+    at = () if step is None else (f"at step {step:g}",)
+    return (*at, f"with learning rates {rates}")
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the one of a tensor, None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def go_on_numbering(accelerator: Any, path: Path) -> None:

@@ -170,7 +170,10 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
         yield "batches: the script uses no dataloader of torch or accelerate"
     if "loss" not in strips:
         yield "losses: the script does not call accelerator.backward"
-    yield "tensors and counters of the script outside models, optimizers and state_dict()"
+    yield (
+        "objects that the script neither prepares nor registers (an EMA, counters), and attributes "
+        "outside state_dict()"
+    )
     silent = max((one.world for one in reference), default=1) - len(reference)
     if silent > 0:
         yield f"{count_of(silent, 'rank')}: no optimizer step was recorded"
