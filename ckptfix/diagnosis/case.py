@@ -1,10 +1,10 @@
 """A case: what every rule of a diagnosis is given, and what the rules before it told."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
 
-from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
+from ckptfix.checkpoint.dcp import DcpFolder, NumberedFolder, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import Manifest, usable_manifest
@@ -95,6 +95,9 @@ class Case:
     missing, or has another size than it was saved with. ``unreliable``: files whose headers do not
     show what they were saved with. Each is complete once the rules about files, or about what they
     hold, have been asked. ``compared``: the configs whose sizes were compared with the weights.
+    ``unfinished``: files that may not be read, each with its path, the reason, and the command that
+    helps. ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the
+    journal.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Case:
         self.executor = executor
         self.findings: list[Finding] = []
         self.not_checked: list[str] = []
-        self.unreadable: list[str] = []
+        self.unfinished: list[str] = []
         self.explained: set[Explained] = set()
         self.corrupt: frozenset[PurePosixPath] = frozenset()
         self.damaged: frozenset[PurePosixPath] = frozenset()
@@ -140,7 +143,7 @@ class Case:
                 if isinstance(told, str):
                     self.not_checked.append(told)
                 elif isinstance(told, Unreadable):
-                    self.unreadable.append(told.words)
+                    self.unfinished.append(told.words)
                 elif isinstance(told, Explained):
                     self.explained.add(told)
                 elif isinstance(told, Compared):
@@ -249,13 +252,22 @@ class Case:
         """The step of the Trainer, None in a folder of accelerate's ``save_state``."""
         return self.trainer.step if not self.folder.is_save_state else None
 
-    def scanned(self) -> Iterator[tuple[PurePosixPath, FileIdentity]]:
-        """Yield the identity of every file when it was scanned."""
-        for component in self.folder.components:
-            yield component.path, component.fingerprint
-        for state in self.sharded:
-            for path, file in state.files.items():
-                yield path, file.fingerprint
+    @once
+    def scanned(self) -> dict[PurePosixPath, FileIdentity]:
+        """The identity of every file when it was scanned; none of them changes until the end of
+        the diagnosis.
+        """
+        files = {
+            path: file.fingerprint for state in self.sharded for path, file in state.files.items()
+        }
+        return {**{one.path: one.fingerprint for one in self.folder.components}, **files}
+
+    def entries(self, role: Role) -> tuple[Sequence[Component | NumberedFolder], ...]:
+        """Return the lists of numbered entries of a role: one of each family of files, and one of
+        DCP folders.
+        """
+        folders = numbered_folders(self.sharded, role)
+        return (*self.folder.entries(role), *([folders] if folders else []))
 
     def compare(self, pairing: Pairing, must_prove: bool) -> Verdict:
         """Compare two paired entries, by samples where no drop depends on the answer.

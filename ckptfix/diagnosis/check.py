@@ -17,7 +17,7 @@ from ckptfix.checkpoint.folder_names import family_of
 from ckptfix.checkpoint.latest import UNFINISHED as UNFINISHED_SAVE
 from ckptfix.checkpoint.latest import cut_upload, incomplete
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, lists_models, may_hold_weights
-from ckptfix.checkpoint.neighbours import Neighbours, Siblings
+from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check_report import (
@@ -25,7 +25,7 @@ from ckptfix.diagnosis.check_report import (
     CheckReport,
 )
 from ckptfix.diagnosis.completeness import judge_bare
-from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import diagnose
 from ckptfix.diagnosis.file_damage import LeftRecord
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -202,28 +202,25 @@ def _checked(
                     else report
                 )
             ensure_checkpoint(folder)
-        case = Case(
-            folder,
-            data=data,
-            progress=progress,
-            looked_at=READ_BY_UNDERSTAND,
-            neighbours=near,
-            left=left,
-            executor=executor,
+        case = diagnose(
+            Case(
+                folder,
+                data=data,
+                progress=progress,
+                looked_at=READ_BY_UNDERSTAND,
+                neighbours=near,
+                left=left,
+                executor=executor,
+            )
         )
-        diagnosis = diagnose(case)
     is_spared = spared_below(target.root) > spared
-    lacking = (
-        bare.beyond(diagnosis.findings)
-        if bare is not None
-        else missing_here(target, diagnosis, near)
-    )
+    lacking = bare.beyond(case.findings) if bare is not None else missing_here(target, case)
     below = tuple(
         models_below(
-            diagnosis, data=data, loaders=loaders, progress=progress, left=left, executor=executor
+            case, data=data, loaders=loaders, progress=progress, left=left, executor=executor
         )
     )
-    around = list(judge_surroundings(target, diagnosis, below, near, halves))
+    around = list(judge_surroundings(target, case, below, halves))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have
     # some.
@@ -233,16 +230,16 @@ def _checked(
     )
     # With the models below, the same is said of the optimizer in other words, or it was compared.
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
-    omitted = [words for words in diagnosis.not_checked if not words.startswith(beside_the_point)]
+    omitted = [words for words in case.not_checked if not words.startswith(beside_the_point)]
     omitted += (words for words in around if isinstance(words, str))
     load: tuple[LoadOutcome, ...] = ()
-    of_headers = diagnosis.findings
+    of_headers = tuple(case.findings)
     if loaders is not None:
         is_asked_below = any(report.all_load for report in below) and not any(
-            member.role in NOT_STATES for group in diagnosis.groups for member in group.members
+            member.role in NOT_STATES for group in case.groups for member in group.members
         )
         load, of_headers = loaders.judged(
-            folder, diagnosis.groups, of_headers, is_asked_below=is_asked_below
+            folder, case.groups, of_headers, is_asked_below=is_asked_below
         )
         if not load and not is_asked_below:
             omitted.append("load by a library: no library loads this folder")
@@ -255,7 +252,7 @@ def _checked(
     if of_run:
         from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
 
-        stale = diagnose_stale_saves(folder, diagnosis.sharded, near, data=data)
+        stale = diagnose_stale_saves(folder, case.sharded, near, data=data)
     findings = (
         *pending,
         *lacking,
@@ -266,8 +263,8 @@ def _checked(
     return CheckReport(
         path=target.path,
         folder=folder,
-        sharded=diagnosis.sharded,
-        deepspeed=diagnosis.deepspeed,
+        sharded=case.sharded,
+        deepspeed=case.deepspeed,
         findings=findings,
         not_checked=(
             *with_below(tuple(omitted), target.path, below),
@@ -275,12 +272,12 @@ def _checked(
             *markers,
         ),
         unfinished=(
-            *diagnosis.unfinished,
+            *case.unfinished,
             *unheld,
             *(bare.unfinished if bare is not None else ()),
         ),
         below=below,
-        understood=understand(diagnosis),
+        understood=understand(case),
         not_resumable=_not_resumable(target, findings) if resumes else "",
         load=load,
     )
@@ -288,22 +285,21 @@ def _checked(
 
 def judge_surroundings(
     target: Target,
-    diagnosis: Diagnosis,
+    case: Case,
     below: tuple[CheckReport, ...],
-    near: Neighbours,
     halves: tuple[HalfDownload, ...],
 ) -> Iterator[Finding | str]:
     """Yield findings that a folder has together with the models below it and the rests inside of
     it, and in words what was not compared.
     """
     yield from diagnose_hook_models(
-        diagnosis.folder,
-        diagnosis.sharded,
-        diagnosis.optimizers,
+        case.folder,
+        case.sharded,
+        case.every_optimizer,
         tuple(_hook_models(target.root, below)),
-        near,
-        diagnosis.findings,
-        has_deepspeed=bool(diagnosis.deepspeed),
+        case.neighbours,
+        case.findings,
+        has_deepspeed=bool(case.deepspeed),
     )
     yield from half_downloaded(target.root, halves, [report.path for report in below])
     yield from _staging_inside(target)
@@ -457,7 +453,7 @@ def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], 
 
 
 def models_below(
-    diagnosis: Diagnosis,
+    case: Case,
     *,
     data: bool = False,
     loaders: "Loaders | None" = None,
@@ -466,14 +462,14 @@ def models_below(
     executor: Executor = THREADS,
 ) -> Iterator[CheckReport]:
     """Yield the reports of the models in sub-folders. Raises OSError."""
-    folder = diagnosis.folder
+    folder = case.folder
     if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
         return
     models = [
-        state for state in diagnosis.sharded if state.name is None or state.name.role is Role.MODEL
+        state for state in case.sharded if state.name is None or state.name.role is Role.MODEL
     ]
     has_weights = bool(
-        models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
+        models or case.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
     )
     for where in model_folders(folder, has_weights=has_weights):
         # What a folder without weights lacks is told by the one above: its config may be that of a

@@ -2,24 +2,15 @@
 and shapes.
 """
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Iterator
 
-from msgspec import Struct
-
-from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders
-from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import (
     adapters_without_config,
     loads_of,
     lora_of_diffusers,
 )
-from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.model_files import ModelFiles
-from ckptfix.checkpoint.roles import Role
-from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
-from ckptfix.diagnosis.case import DAMAGED_CONTENT, DAMAGED_HEADERS, Case, Rule, Verdicts
+from ckptfix.checkpoint.trainer_folders import trainer_progress
+from ckptfix.diagnosis.case import DAMAGED_CONTENT, DAMAGED_HEADERS, Case, Rule
 from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items
@@ -29,23 +20,15 @@ from ckptfix.diagnosis.empty_optimizers import (
     diagnose_uncounted_steps,
 )
 from ckptfix.diagnosis.equal_entries import (
-    Numbered,
     diagnose_gaps,
     diagnose_models,
     diagnose_states,
 )
 from ckptfix.diagnosis.families import diagnose_families
-from ckptfix.diagnosis.file_damage import DeepSpeedState, diagnose_files
+from ckptfix.diagnosis.file_damage import diagnose_files
 from ckptfix.diagnosis.findings.base import Finding, Told
 from ckptfix.diagnosis.findings.damaged import CrcMismatch, TrailingBytes
-from ckptfix.diagnosis.findings.duplicates import (
-    DoubledModel,
-    EntryGap,
-    IdenticalModels,
-    IdenticalStates,
-)
-from ckptfix.diagnosis.findings.sharded import IndexMismatch, LeftoverIndex, UndecidedIndex
-from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
+from ckptfix.diagnosis.findings.sharded import IndexMismatch, LeftoverIndex
 from ckptfix.diagnosis.indexes import diagnose_shards
 from ckptfix.diagnosis.left_out import (
     unchecked_bundles,
@@ -67,7 +50,6 @@ from ckptfix.diagnosis.rank_damage import (
     diagnose_world_ranks,
     unchecked_parts,
 )
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer
 from ckptfix.diagnosis.schedules import (
     diagnose_empty_schedulers,
     diagnose_other_schedules,
@@ -90,48 +72,7 @@ from ckptfix.diagnosis.wrong_states import (
     unread_states,
     unread_weights,
 )
-from ckptfix.storage.comparing import Digests
-from ckptfix.storage.files import AnyPath, StorePath
-from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.reading import FileIdentity, unchanged
-
-
-class Diagnosis(Struct, frozen=True, kw_only=True):
-    """The findings about a folder, most severe first, and in words the omitted checks.
-
-    ``scanned``: the identity of every file when it was scanned; none of them changed until the end
-    of the diagnosis.
-
-    ``unfinished``: files that may not be read, each with its path, the reason, and the command that
-    helps.
-
-    ``manifest``: that of the save, None without one. ``trainer``: what ``trainer_state.json``
-    records. ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the
-    journal. ``links``: the symbolic links of a folder with a file that a repair may drop or move,
-    and their targets (``links_below``).
-    """
-
-    folder: CheckpointFolder
-    scanned: Mapping[PurePosixPath, FileIdentity]
-    sharded: tuple[DcpFolder, ...]
-    deepspeed: tuple[DeepSpeedState, ...]
-    groups: tuple[ModelFiles, ...]
-    optimizers: tuple[SavedOptimizer, ...]
-    manifest: Manifest | None
-    trainer: TrainerProgress
-    findings: tuple[Finding, ...]
-    not_checked: tuple[str, ...]
-    unfinished: tuple[str, ...]
-    verdicts: Verdicts
-    digests: Mapping[PurePosixPath, Digests]
-    links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
-
-    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
-        """Return the lists of numbered entries of a role: one of each family of files, and one of
-        DCP folders.
-        """
-        folders = numbered_folders(self.sharded, role) if self.sharded else ()
-        return (*self.folder.entries(role), *([folders] if folders else []))
+from ckptfix.storage.reading import unchanged
 
 
 def damaged_files(case: Case) -> list[Finding]:
@@ -276,16 +217,15 @@ LEFT_OUT: tuple[Rule, ...] = (
 """Rules that tell in words what nothing in a folder shows, or what only a slower check reads."""
 
 
-def diagnose(case: Case) -> Diagnosis:
-    """Find every kind of damage in a scanned folder.
+def diagnose(case: Case) -> Case:
+    """Find every kind of damage in a scanned folder, and return the case with the findings.
 
     Raises FileChangedError when a file changed since it was scanned, OSError when it can no longer
     be read.
     """
-    scanned = dict(case.scanned())
-    with unchanged(case.folder.root, scanned):
+    with unchanged(case.folder.root, case.scanned):
         for state in case.deepspeed:
-            scanned |= state.scanned
+            case.scanned.update(state.scanned)
         case.ask(OF_FILES)
         # Bytes behind the end harm no tensor.
         of_bytes = (kind for kind in DAMAGED_CONTENT if kind is not TrailingBytes)
@@ -298,71 +238,5 @@ def diagnose(case: Case) -> Diagnosis:
         case.close()
     told, case.not_checked = case.not_checked, []
     case.ask(LEFT_OUT)
-    return Diagnosis(
-        folder=case.folder,
-        scanned=scanned,
-        sharded=case.sharded,
-        deepspeed=case.deepspeed,
-        groups=case.groups,
-        optimizers=case.every_optimizer,
-        manifest=case.evidence.manifest,
-        trainer=case.trainer,
-        findings=tuple(case.findings),
-        not_checked=(*case.not_checked, *told),
-        unfinished=tuple(case.unreadable),
-        verdicts=case.verdicts,
-        digests=case.digests,
-        links=links_below(case.folder.root) if case.paths(*_OF_ENTRIES) else {},
-    )
-
-
-_OF_ENTRIES = (
-    DoubledModel, IdenticalModels, IdenticalStates, EntryGap, StaleFamily, SecondFamily,
-    LeftoverIndex, UndecidedIndex,
-)  # fmt: skip
-"""Findings whose repair drops or moves a file."""
-
-
-_MAX_HOPS = 40
-"""Limit of the links that Linux follows for one path (path_resolution(7)); more count as a loop."""
-
-
-def links_below(root: AnyPath) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
-    """Return every symbolic link below a folder, with the places in the folder that it leads to or
-    through.
-
-    The journal is left out, as are folders behind links and those that cannot be listed.
-    """
-    if isinstance(root, StorePath):
-        return {}
-    real = os.path.realpath(root)
-    found: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
-    for current, folders, files in os.walk(root):
-        if JOURNAL in folders:
-            folders.remove(JOURNAL)
-        for name in (*folders, *files):
-            full = os.path.join(current, name)
-            if os.path.islink(full):
-                path = PurePosixPath(os.path.relpath(full, root))
-                found[path] = frozenset(_inside(real, _places(full)))
-    return found
-
-
-def _inside(real: str, places: Iterator[str]) -> Iterator[PurePosixPath]:
-    for place in places:
-        if place.startswith(real.rstrip("/") + "/"):
-            yield PurePosixPath(os.path.relpath(place, real))
-
-
-def _places(link: str) -> Iterator[str]:
-    """Yield the place of each further link on the way, and the end of it."""
-    here = link
-    for _ in range(_MAX_HOPS):
-        try:
-            target = os.path.join(os.path.dirname(here), os.readlink(here)).rstrip("/")
-        except OSError:
-            return  # not a link: the end of the way, or a missing file
-        folder, name = os.path.split(target)
-        is_step = name in ("", ".", "..")
-        here = os.path.realpath(target) if is_step else os.path.join(os.path.realpath(folder), name)
-        yield here
+    case.not_checked += told
+    return case

@@ -7,9 +7,9 @@ from ckptfix.checkpoint.dcp import is_of_checkpoint
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.custom_objects import other_objects, surplus_objects
 from ckptfix.diagnosis.dataloaders import exchanged_loaders
-from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.exchanged import diagnose_exchanged
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.duplicates import (
@@ -30,39 +30,34 @@ from ckptfix.storage.files import AnyPath, lexists
 from ckptfix.storage.journal import State, is_elsewhere, transactions
 
 
-def missing_here(
-    target: Target, diagnosis: Diagnosis, neighbours: Neighbours
-) -> tuple[Finding, ...]:
+def missing_here(target: Target, case: Case) -> tuple[Finding, ...]:
     """Return the findings that the checkpoints next to one show: files that it lacks, and files of
     other entries.
     """
-    is_without_model = any(
-        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
-    )
+    folder, neighbours, findings = case.folder, case.neighbours, case.findings
+    is_without_model = any(isinstance(one, MissingModel) and not one.model for one in findings)
     if target.only is not None:
         return ()
     marks = tuple(unmarked(neighbours))
     if is_without_model:
         return marks
-    told = {name for finding in diagnosis.findings for name in _told_of(finding)}
+    told = {name for finding in findings for name in _told_of(finding)}
     # Nothing shows whether a damaged model equals another one.
     may_be_doubled = any(
-        isinstance(one, DoubledModel | IdenticalModels | NearlyEqualModels)
-        for one in diagnosis.findings
-    ) or any(one.role is Role.MODEL and one.problem for one in diagnosis.folder.components)
+        isinstance(one, DoubledModel | IdenticalModels | NearlyEqualModels) for one in findings
+    ) or any(one.role is Role.MODEL and one.problem for one in folder.components)
     missing = compared(target.root, neighbours, told, may_be_doubled=may_be_doubled)
     damaged = frozenset(
         finding.path
-        for finding in diagnosis.findings
+        for finding in findings
         if finding.severity is Severity.ERROR or isinstance(finding, RenamedState)
     )
     # Their partners were reported with them.
     damaged |= {
         PurePosixPath(finding.exchanged_with)
-        for finding in diagnosis.findings
+        for finding in findings
         if isinstance(finding, RenamedState) and finding.exchanged_with
     }
-    folder = diagnosis.folder
     return (
         *marks,
         *missing,
@@ -71,9 +66,7 @@ def missing_here(
             folder,
             neighbours,
             damaged,
-            is_contradicted=any(
-                isinstance(finding, MismatchedRates) for finding in diagnosis.findings
-            ),
+            is_contradicted=any(isinstance(finding, MismatchedRates) for finding in findings),
         ),
         *(finding for rule in _OF_FOLDERS for finding in rule(folder, neighbours)),
         *(

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, ModelConfig, read_model_config
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
 from ckptfix.diagnosis.optimizer_kinds import name_of
 from ckptfix.diagnosis.unresumable import lost_step
@@ -208,27 +208,27 @@ class Understood(_Recorded, Struct, frozen=True, kw_only=True):
         yield from (line(f"  {words}", colour="yellow") for words in self.problems)
 
 
-def understand(diagnosis: Diagnosis) -> Understood:
+def understand(case: Case) -> Understood:
     """Return what is known of a diagnosed folder. Reads up to two small JSON files, each once."""
-    folder, manifest, progress = diagnosis.folder, diagnosis.manifest, diagnosis.trainer
+    folder, manifest, progress = case.folder, case.manifest, case.trainer
     names = {path.name for path in folder.strays} if folder.only is None else set()
     configs = {
         name: read_model_config(folder.root, name) for name in (CONFIG, ADAPTER) if name in names
     }
-    models = list(_models(diagnosis))
+    models = list(_models(case))
     described, config = _described(models, configs)
     libraries = {library: version for one in configs.values() for library, version in one.libraries}
     problems = [words for one in configs.values() for words in one.problems]
-    is_told = any(one.path == PurePosixPath(TRAINER_STATE) for one in diagnosis.findings)
+    is_told = any(one.path == PurePosixPath(TRAINER_STATE) for one in case.findings)
     if progress.problem and not is_told:
         problems.append(f"{TRAINER_STATE}: {progress.problem}")
-    is_incomplete = any(isinstance(finding, IncompleteCheckpoint) for finding in diagnosis.findings)
+    is_incomplete = any(isinstance(finding, IncompleteCheckpoint) for finding in case.findings)
     lost = lost_step(folder) if folder.only is None and not is_incomplete else None
     if lost is not None:
         problems.append(lost)
     return Understood(
         models=described,
-        optimizers=tuple(_optimizers(diagnosis)),
+        optimizers=tuple(_optimizers(case)),
         config=config,
         processes=manifest.world_size if manifest is not None else _processes(folder),
         # The last ranks may have lost their files.
@@ -250,17 +250,17 @@ def _processes(folder: CheckpointFolder) -> int | None:
     return folder.processes or (1 if is_of_one else None)
 
 
-def _models(diagnosis: Diagnosis) -> Iterator[UnderstoodModel]:
+def _models(case: Case) -> Iterator[UnderstoodModel]:
     """Yield the models whose headers could be read; a finding is about every other one."""
-    for group in diagnosis.groups:
+    for group in case.groups:
         members = [one for one in group.members if one.content is not None]
         is_weights = bool(members) and members[0].role in (Role.MODEL, Role.UNKNOWN)
         if is_weights and not group.is_left_over and any(one.tensors for one in members):
-            yield _of_files(group, members, diagnosis.manifest)
-    for state in diagnosis.sharded:
+            yield _of_files(group, members, case.manifest)
+    for state in case.sharded:
         if state.model is not None:
-            yield _of_dcp(state, diagnosis.manifest)
-    for of_ranks in diagnosis.deepspeed:
+            yield _of_dcp(state, case.manifest)
+    for of_ranks in case.deepspeed:
         if of_ranks.tensors:
             files = of_ranks.files or None
             yield UnderstoodModel(
@@ -338,10 +338,10 @@ def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
     return prod(shape) * DTYPE_BITS.get(dtype, 0) // 8
 
 
-def _optimizers(diagnosis: Diagnosis) -> Iterator[UnderstoodOptimizer]:
-    in_folders = {state.path: state for state in diagnosis.sharded}
-    files = {component.path: component.size for component in diagnosis.folder.components}
-    for saved in diagnosis.optimizers:
+def _optimizers(case: Case) -> Iterator[UnderstoodOptimizer]:
+    in_folders = {state.path: state for state in case.sharded}
+    files = {component.path: component.size for component in case.folder.components}
+    for saved in case.every_optimizer:
         state = in_folders.get(saved.path)
         sizes = {str(saved.path): files[saved.path]} if saved.path in files else {}
         states = {name: None for own in saved.states.values() for name in own}
@@ -352,7 +352,7 @@ def _optimizers(diagnosis: Diagnosis) -> Iterator[UnderstoodOptimizer]:
             path=saved.path,
             key=saved.key,
             kind=_recorded(
-                diagnosis.manifest, str(saved.path), _sizes(state) if state is not None else sizes
+                case.manifest, str(saved.path), _sizes(state) if state is not None else sizes
             )
             or (name_of(saved.options, states) if is_shown else ""),
             format="DCP" if state is not None else "",

@@ -7,10 +7,7 @@ all files of a model change by one map: a model that is renamed in part would lo
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from msgspec import Struct
-
-from ckptfix.checkpoint.dcp import DcpFolder
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
+from ckptfix.checkpoint.folder import Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
     KeyMap,
@@ -21,10 +18,10 @@ from ckptfix.checkpoint.keys import (
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.checkpoint.pairing import strip_wrappers
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.dcp_folders import is_flat
-from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
-from ckptfix.diagnosis.findings.base import Action, Finding
+from ckptfix.diagnosis.findings.base import Action
 from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.findings.damaged import (
     NoFormatMetadata,
@@ -57,9 +54,7 @@ from ckptfix.repairs.steps import (
     Renumber,
     RewriteNames,
     Safety,
-    Step,
     Trim,
-    Unplanned,
     WriteIndex,
 )
 from ckptfix.wording import count_of, list_names
@@ -67,31 +62,13 @@ from ckptfix.wording import count_of, list_names
 Maps = Mapping[ScopeKey, KeyMap]
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """Steps in the order in which they are applied, and the repairable findings that stay.
-
-    ``findings``: all findings before the repair.
-    """
-
-    folder: CheckpointFolder
-    sharded: tuple[DcpFolder, ...]
-    steps: tuple[Step, ...]
-    unplanned: tuple[Unplanned, ...]
-    findings: tuple[Finding, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to do."""
-        return not self.steps
-
-
-def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
+def make_plan(case: Case, policy: Policy) -> Draft:
     """Plan the repair of a diagnosed folder.
 
     Drops come first, so that a dropped file's recipe names the kept file as it was; moves come
     last, so that every other step names files as the user knows them.
     """
-    draft = Draft(diagnosis, policy)
+    draft = Draft(case, policy)
     dropped = plan_drops(draft)
     aside = plan_families(draft)
     plan_trims(draft, dropped | aside)
@@ -104,13 +81,7 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
         path = PurePosixPath("adapter_model.safetensors")
         draft.stay(DeadAdapter.code, (path,), f"no key has the adapter name {policy.adapter!r}")
     _hint_at_options(draft)
-    return Plan(
-        folder=diagnosis.folder,
-        sharded=diagnosis.sharded,
-        steps=tuple(draft.steps),
-        unplanned=tuple(draft.unplanned),
-        findings=diagnosis.findings,
-    )
+    return draft
 
 
 def _hint_at_options(draft: Draft) -> None:
@@ -158,7 +129,7 @@ def _family(draft: Draft, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
     for role in {entry.role for entry in draft.folder.components} | {
         state.name.role for state in draft.states.values() if state.name is not None
     }:
-        for entries in draft.entries(role):
+        for entries in draft.case.entries(role):
             own = next((entry.name.index for entry in entries if entry.path == path), None)
             if own is not None:
                 return tuple(entry.path for entry in entries if entry.name.index >= own)
@@ -222,7 +193,7 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
             dropped.add(finding.path)
     dropped |= _plan_states(draft, dropped)
     for role in sorted(draft.policy.drops, key=lambda role: role.value):
-        families = draft.entries(role)
+        families = draft.case.entries(role)
         if not families and role in draft.policy.keep:
             draft.stay(_code(role), (PurePosixPath(role.value),), "the folder has no such entries")
         for entries in families:
@@ -274,7 +245,7 @@ def _surplus(
     proven = sorted(
         (
             finding
-            for finding in draft.all_findings
+            for finding in draft.case.findings
             if isinstance(finding, IdenticalModels | IdenticalStates)
             and _is_wanted(draft, role)
             and finding.path in position
@@ -345,7 +316,7 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
     close_gaps = "entry-gap" in draft.policy.allow and draft.policy.wants("entry-gap")
     gaps = {finding.path for finding in draft.findings if isinstance(finding, EntryGap)}
     for role in GAPLESS_ROLES + tuple(draft.policy.drops - set(GAPLESS_ROLES)):
-        for entries in draft.entries(role):
+        for entries in draft.case.entries(role):
             has_gap = close_gaps and any(entry.path in gaps for entry in entries)
             if not has_gap and not any(entry.path in dropped for entry in entries):
                 continue
@@ -562,7 +533,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
         )
     if not group.is_whole:
         return "a shard is missing or unreadable, and its keys might contradict the rename"
-    for finding in draft.all_findings:
+    for finding in draft.case.findings:
         if isinstance(finding, UndecidedIndex) or finding.path != group.index_path:
             continue  # without an index no loader finds the shards, whatever their keys are
         if isinstance(finding, IndexMismatch) and not finding.is_fixable:

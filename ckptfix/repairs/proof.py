@@ -15,18 +15,17 @@ from typing import NamedTuple
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, scan_folder
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.case import Case, Verdict, Verdicts
-from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import diagnose
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.sharded import LeftoverIndex, MissingShard, StaleShard
-from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.repairs.plan import Plan, make_plan
+from ckptfix.repairs.plan import make_plan
 from ckptfix.repairs.steps import (
+    Draft,
     DropEntry,
     Renumber,
     RewriteNames,
@@ -54,18 +53,13 @@ class Span(NamedTuple):
 
 
 def prove_repair(
-    plan: Plan,
+    plan: Draft,
     steps: tuple[Step, ...],
     edits: tuple[Edit, ...],
     stays: tuple[Unplanned, ...],
-    policy: Policy,
-    verdicts: Verdicts,
-    neighbours: Neighbours,
-) -> Diagnosis:
-    """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError
-    with what is wrong.
-
-    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
+) -> Case:
+    """Scan the folder again and prove the repair. Returns the new case; raises OperationError with
+    what is wrong.
     """
     before = plan.folder
     after = scan_folder(before.root, before.only)
@@ -76,14 +70,16 @@ def prove_repair(
         if isinstance(step.action, Renumber)
     }
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
-    case = Case(after, known=_known(verdicts, moved, dropped), neighbours=neighbours)
-    diagnosis = diagnose(case)
-    _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
-    _prove_no_new_finding(plan, diagnosis, steps, moved)
+    # The repair changed no tensor, so the comparisons made before it hold still.
+    known = _known(plan.case.verdicts, moved, dropped)
+    case = diagnose(Case(after, known=known, neighbours=plan.case.neighbours))
+    _prove_dcp_folders(plan.sharded, case.sharded, steps, edits)
+    _prove_no_new_finding(plan, case, steps, moved)
     _prove_nothing_left(
-        diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy
+        make_plan(case, plan.policy),
+        {_moved(path, moved) for stay in stays for path in stay.paths},
     )
-    return diagnosis
+    return case
 
 
 def _known(
@@ -250,8 +246,8 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
 
 
 def _prove_no_new_finding(
-    plan: Plan,
-    diagnosis: Diagnosis,
+    plan: Draft,
+    case: Case,
     steps: Iterable[Step],
     moved: Mapping[PurePosixPath, PurePosixPath],
 ) -> None:
@@ -265,13 +261,15 @@ def _prove_no_new_finding(
     """
     known = {
         (_kind(finding), _moved(path, moved))
-        for finding in plan.findings
+        for finding in plan.case.findings
         for path in (*finding.about, getattr(finding, "original", finding.path))
     }
     renames = any(isinstance(step.action, RewriteNames) for step in steps)
     written = {path for step in steps for path in _new_index(step)}
-    lacking = {finding.named_by for finding in plan.findings if isinstance(finding, MissingShard)}
-    for finding in diagnosis.findings:
+    lacking = {
+        finding.named_by for finding in plan.case.findings if isinstance(finding, MissingShard)
+    }
+    for finding in case.findings:
         is_known = all((_kind(finding), path) in known for path in finding.about)
         is_of_rename = renames and isinstance(finding, WrapperPrefix)
         is_of_index = type(finding) is StaleShard and finding.index in written
@@ -296,19 +294,17 @@ def _kind(finding: Finding) -> type:
     return next(kind for kind in type(finding).__mro__ if Finding in kind.__bases__)
 
 
-def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
-    """Raise OperationError when a second repair would change files other than those that this one
-    left on purpose.
+def _prove_nothing_left(plan: Draft, stays: set[PurePosixPath]) -> None:
+    """Raise OperationError when the plan of a second repair would change files other than those
+    that this one left on purpose.
     """
-    plan = make_plan(diagnosis, policy)
     asked = {
         path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths
     }
     doubles = [
         finding
-        for finding in diagnosis.findings
+        for finding in plan.findings
         if isinstance(finding, DoubledModel)
-        and policy.wants(finding.code)
         and finding.path not in asked
         and not stays & {finding.path, finding.original}
     ]

@@ -26,7 +26,7 @@ from msgspec.structs import asdict, replace
 from ckptfix.checkpoint.downloads import half_downloads
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import cut_upload
-from ckptfix.checkpoint.neighbours import Neighbours, Siblings
+from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.check import (
     interrupted,
@@ -37,7 +37,7 @@ from ckptfix.diagnosis.check import (
 )
 from ckptfix.diagnosis.check_report import GENERIC, CheckReport
 from ckptfix.diagnosis.completeness import judge_bare
-from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import diagnose
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
@@ -52,10 +52,11 @@ from ckptfix.errors import ChangedError, FileChangedError, OperationError, Usage
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.manifest_edits import manifest_edits
-from ckptfix.repairs.plan import Plan, make_plan
+from ckptfix.repairs.plan import make_plan
 from ckptfix.repairs.proof import prove_repair
 from ckptfix.repairs.receipt import RepairReceipt, plan_lines
 from ckptfix.repairs.steps import (
+    Draft,
     RewriteNames,
     Step,
     StepAction,
@@ -189,21 +190,19 @@ def _planned(
 class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
-    ``diagnosis``: the state that was planned for. ``missing``: the findings about files that the
-    checkpoints next to it have. ``pending``: the findings about an interrupted run, which
+    ``missing``: the findings about files that the checkpoints next to it have. ``draft``: the state
+    that was planned for, with the steps. ``pending``: the findings about an interrupted run, which
     ``execute`` rolls back first, or in a store finishes. ``recovered``: one was rolled back before
     planning, or in a store ``finished``. ``has_locked``: that was under the lock. ``output``: the
     folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in
-    words. ``opened``: closed by ``execute``, where the plan was made for a URL. ``neighbours``:
-    those of the source for a copy.
+    words. ``opened``: closed by ``execute``, where the plan was made for a URL.
     """
 
     target: Target
     policy: Policy
     output: Path | str | None
-    diagnosis: Diagnosis
     missing: tuple[Finding, ...]
-    draft: Plan
+    draft: Draft
     compiled: Compiled
     pending: tuple[Finding, ...]
     recovered: bool
@@ -211,7 +210,6 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     has_locked: bool = False
     carriage: str | None = None
     opened: ExitStack | None = None
-    neighbours: Neighbours
 
     @property
     def path(self) -> AnyPath:
@@ -242,7 +240,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         content = {
             "files": {
                 str(path): (status.size, etag_of(root / path) or status.mtime_ns)
-                for path, status in self.diagnosis.scanned.items()
+                for path, status in self.draft.case.scanned.items()
             },
             "policy": self.policy,
             "output": self.output,
@@ -266,7 +264,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
 
     def preview(self) -> RepairReceipt:
         """Return the receipt of a dry run."""
-        receipt = self._receipt(self.diagnosis)
+        receipt = self._receipt(self.draft.case)
         found = self.pending + receipt.found
         # After the rollback of an interrupted run, the plan is a different one.
         digest = "" if self.pending else self.digest
@@ -299,8 +297,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
                 return self._execute_in_store(self.output, progress, transfer=transfer)
             if self.output is not None:
                 return self._execute_on_copy(self.output, progress)
-            if self.draft.is_empty and not transactions(root):
-                return self._receipt(self.diagnosis)
+            if not self.draft.steps and not transactions(root):
+                return self._receipt(self.draft.case)
             # The lock of a killed run was broken before the plan: one that is there now is not it.
             with locked(root, "repair", break_lock=break_lock and not self.has_locked) as backend:
                 recovered = backend.recover()
@@ -312,16 +310,18 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
 
     def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
         with _undisturbed(self.path):
-            ensure_unchanged(self.target.root, self.diagnosis.scanned)
+            ensure_unchanged(self.target.root, self.draft.case.scanned)
         with copy_checkpoint(self.target, output, progress) as copy:
             # The neighbours of the source are evidence, not those of the place where the copy is
             # made.
-            receipt = _plan(copy, self.policy, None, None, neighbours=self.neighbours).execute()
+            receipt = _plan(
+                copy, self.policy, None, None, neighbours=self.draft.case.neighbours
+            ).execute()
         below = tuple(_moved(report, copy.path, output) for report in receipt.below)
         return replace(
             receipt,
             path=self.path,
-            found=self._receipt(self.diagnosis).found,
+            found=self._receipt(self.draft.case).found,
             transaction=None,
             output=output,
             below=below,
@@ -337,7 +337,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         assert isinstance(root, StorePath)
         _ensure_uploaded(self.target)
         edits = (*self.compiled.edits, *self._manifest_edits(self.compiled))
-        after = self.diagnosis
+        after = self.draft.case
 
         def verify() -> None:
             nonlocal after
@@ -357,16 +357,8 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     def _manifest_edits(self, compiled: Compiled) -> Sequence[Edit]:
         return manifest_edits(self.draft.folder, compiled.steps, compiled.edits)
 
-    def _proven(self, compiled: Compiled) -> Diagnosis:
-        return prove_repair(
-            self.draft,
-            self.steps,
-            tuple(compiled.edits),
-            self.unplanned,
-            self.policy,
-            self.diagnosis.verdicts,
-            self.neighbours,
-        )
+    def _proven(self, compiled: Compiled) -> Case:
+        return prove_repair(self.draft, self.steps, tuple(compiled.edits), self.unplanned)
 
     def _apply(
         self, backend: Backend, progress: Progress | None, *, transfer: bool
@@ -379,15 +371,15 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         if shares_blocks and not self.policy.atomic:
             compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
-            return self._receipt(self.diagnosis)
+            return self._receipt(self.draft.case)
         edits = (*compiled.edits, *self._manifest_edits(compiled))
         if in_store:
             _ensure_uploaded(self.target)
         else:
             _check_space(root, edits, shares_blocks)
         with _undisturbed(self.path):
-            ensure_unchanged(root, self.diagnosis.scanned)
-        after = self.diagnosis
+            ensure_unchanged(root, self.draft.case.scanned)
+        after = self.draft.case
 
         def prove() -> None:
             nonlocal after
@@ -397,30 +389,30 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
             edits=edits,
             target=self.target.only or "",
             summary=[str(step) for step in self.steps],
-            known=self.diagnosis.scanned,
+            known=self.draft.case.scanned,
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
-            digests=self.diagnosis.digests,
+            digests=self.draft.case.digests,
             indexes=self._indexes,
         )
         number = commit(backend, plan, prove, transfer=transfer, progress=progress)
         return replace(self._receipt(after), transaction=number)
 
-    def _receipt(self, after: Diagnosis) -> RepairReceipt:
+    def _receipt(self, after: Case) -> RepairReceipt:
         # A repair drops the duplicates that the checkpoints next to it still have.
         missing = self.missing
-        if after is not self.diagnosis:
-            missing = missing_here(self.target, after, self.neighbours)
+        if after is not self.draft.case:
+            missing = missing_here(self.target, after)
         below = tuple(models_below(after))
         halves = tuple(half_downloads(self.target.root)) if self.target.only is None else ()
         around = [
             finding
-            for finding in judge_surroundings(self.target, after, below, self.neighbours, halves)
+            for finding in judge_surroundings(self.target, after, below, halves)
             if isinstance(finding, Finding)
         ]
         return RepairReceipt(
             path=self.path,
-            found=(*self.missing, *self.diagnosis.findings, *around),
+            found=(*self.missing, *self.draft.case.findings, *around),
             steps=self.steps,
             unplanned=self.unplanned,
             left=(*missing, *_unanswered(after, self.policy), *around),
@@ -449,25 +441,22 @@ def _plan(
             raise OperationError(f"{target.path}: nothing was changed: {bare.unfinished[0]}")
         if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
-        near = neighbours or Siblings().of(target.root)
-        case = Case(folder, prove=True, drops=policy.drops, neighbours=near, progress=progress)
-        diagnosis = diagnose(case)
-        if diagnosis.unfinished:
+        case = diagnose(
+            Case(folder, prove=True, drops=policy.drops, neighbours=neighbours, progress=progress)
+        )
+        if case.unfinished:
             raise OperationError(
                 f"{target.path}: nothing was changed: a repair must read every file first, but "
-                f"ckptfix cannot read {count_of(len(diagnosis.unfinished), 'file')}: "
-                f"{diagnosis.unfinished[0]}"
+                f"ckptfix cannot read {count_of(len(case.unfinished), 'file')}: "
+                f"{case.unfinished[0]}"
             )
         if bare is not None:
-            diagnosis = replace(
-                diagnosis,
-                findings=(*bare.beyond(diagnosis.findings), *diagnosis.findings),
-                not_checked=tuple(
-                    words for words in diagnosis.not_checked if not words.startswith(GENERIC)
-                ),
-            )
-        with unchanged(target.root, diagnosis.scanned):
-            draft = make_plan(diagnosis, policy)
+            case.findings[:0] = bare.beyond(case.findings)
+            case.not_checked = [
+                words for words in case.not_checked if not words.startswith(GENERIC)
+            ]
+        with unchanged(target.root, case.scanned):
+            draft = make_plan(case, policy)
             # No object can be changed in place.
             compiled = compile_plan(
                 draft, new_files=policy.atomic or store_of(target.root) is not None
@@ -476,14 +465,12 @@ def _plan(
             target=target,
             policy=policy,
             output=output,
-            diagnosis=diagnosis,
-            missing=missing_here(target, diagnosis, near) if bare is None else (),
+            missing=missing_here(target, case) if bare is None else (),
             draft=draft,
             compiled=compiled,
             pending=interrupted(target),
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
-            neighbours=near,
         )
 
 
@@ -565,18 +552,18 @@ def _undisturbed(path: AnyPath) -> Iterator[None]:
         ) from error
 
 
-def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
+def _unanswered(case: Case, policy: Policy) -> tuple[Finding, ...]:
     """Return the findings without those about equal entries that the user declared intentional."""
     answered = {
         entry.path
         for role, count in policy.keep.items()
-        for entries in diagnosis.entries(role)
+        for entries in case.entries(role)
         if len(entries) == count
         for entry in entries
     }
     return tuple(
         finding
-        for finding in diagnosis.findings
+        for finding in case.findings
         if not (isinstance(finding, IdenticalModels | IdenticalStates) and finding.path in answered)
     )
 

@@ -2,8 +2,9 @@
 them.
 """
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import ClassVar
@@ -12,8 +13,7 @@ from msgspec import Struct
 
 from ckptfix.checkpoint.keys import KeyMap, fitting
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.diagnose import Diagnosis
-from ckptfix.diagnosis.equal_entries import Numbered
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnsafePickle
 from ckptfix.diagnosis.findings.duplicates import (
@@ -24,7 +24,10 @@ from ckptfix.diagnosis.findings.duplicates import (
 )
 from ckptfix.diagnosis.findings.incomplete import UndecidedNames
 from ckptfix.diagnosis.policy import Keys, Policy
+from ckptfix.lazy import once
 from ckptfix.reports import Serialized
+from ckptfix.storage.files import AnyPath, StorePath
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import FileIdentity
 from ckptfix.wording import count_of, human_size
 
@@ -192,35 +195,29 @@ class Unplanned(Serialized, Struct, frozen=True, kw_only=True):
 
 
 class Draft:
-    """Draft of a plan: the diagnosis of the folder, the findings that may be repaired, and the
-    steps so far.
+    """Plan of a repair, and its draft: the diagnosed case, the findings that may be repaired, the
+    steps in the order in which they are applied, and the repairable findings that stay.
     """
 
-    def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
+    def __init__(self, case: Case, policy: Policy) -> None:
         """Start without steps."""
-        self._diagnosis = diagnosis
-        self.folder = diagnosis.folder
-        self.groups = diagnosis.groups
-        self.sharded = diagnosis.sharded
-        self.states = {state.path: state for state in diagnosis.sharded}
-        self.all_findings = diagnosis.findings
-        self.findings = tuple(
-            finding for finding in diagnosis.findings if policy.wants(finding.code)
-        )
-        self.unsafe = {
-            finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)
-        }
+        self.case = case
+        self.folder = case.folder
+        self.groups = case.groups
+        self.sharded = case.sharded
+        self.states = {state.path: state for state in case.sharded}
+        self.findings = tuple(finding for finding in case.findings if policy.wants(finding.code))
+        self.unsafe = case.paths(UnsafePickle)
         self.doubles = {
             finding.path: finding.original
-            for finding in diagnosis.findings
+            for finding in case.findings
             if isinstance(finding, DoubledModel)
         }
         self.nested = {
             (finding.path, finding.scope)
-            for finding in diagnosis.findings
+            for finding in case.findings
             if isinstance(finding, NestedPrefix)
         }
-        self.links = diagnosis.links
         self.policy = policy
         self.counted = self._counted()
         """Duplicates that stay, as the user counts them among the script's models -> why."""
@@ -234,14 +231,15 @@ class Draft:
         for finding in self.findings:
             self._by_path.setdefault(finding.path, []).append(finding)
 
-    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
-        """Return the lists of numbered entries of a role (``Diagnosis.entries``)."""
-        return self._diagnosis.entries(role)
+    @once
+    def links(self) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
+        """The symbolic links below the folder (``links_below``)."""
+        return links_below(self.folder.root)
 
     def _counted(self) -> dict[PurePosixPath, str]:
         want = self.policy.keep.get(Role.MODEL, 0)
         reasons: dict[PurePosixPath, str] = {}
-        for entries in self.entries(Role.MODEL):
+        for entries in self.case.entries(Role.MODEL):
             doubles = [entry.path for entry in entries if entry.path in self.doubles]
             if len(entries) - len(doubles) < want:
                 left = f"only {len(entries) - len(doubles)} of {len(entries)} would remain"
@@ -295,7 +293,7 @@ class Draft:
         bundle: PurePosixPath | None = None,
     ) -> None:
         """Add a step that relies on the files ``paths`` as they are now."""
-        scanned = self._diagnosis.scanned
+        scanned = self.case.scanned
         before = {path: scanned[path] for path in paths if path in scanned}
         self.steps.append(
             Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle)
@@ -306,3 +304,48 @@ class Draft:
         self.unplanned.append(
             Unplanned(code=code, path=paths[0], reason=reason, others=tuple(paths[1:]))
         )
+
+
+_MAX_HOPS = 40
+"""Limit of the links that Linux follows for one path (path_resolution(7)); more count as a loop."""
+
+
+def links_below(root: AnyPath) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
+    """Return every symbolic link below a folder, with the places in the folder that it leads to or
+    through.
+
+    The journal is left out, as are folders behind links and those that cannot be listed.
+    """
+    if isinstance(root, StorePath):
+        return {}
+    real = os.path.realpath(root)
+    found: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
+    for current, folders, files in os.walk(root):
+        if JOURNAL in folders:
+            folders.remove(JOURNAL)
+        for name in (*folders, *files):
+            full = os.path.join(current, name)
+            if os.path.islink(full):
+                path = PurePosixPath(os.path.relpath(full, root))
+                found[path] = frozenset(_inside(real, _places(full)))
+    return found
+
+
+def _inside(real: str, places: Iterator[str]) -> Iterator[PurePosixPath]:
+    for place in places:
+        if place.startswith(real.rstrip("/") + "/"):
+            yield PurePosixPath(os.path.relpath(place, real))
+
+
+def _places(link: str) -> Iterator[str]:
+    """Yield the place of each further link on the way, and the end of it."""
+    here = link
+    for _ in range(_MAX_HOPS):
+        try:
+            target = os.path.join(os.path.dirname(here), os.readlink(here)).rstrip("/")
+        except OSError:
+            return  # not a link: the end of the way, or a missing file
+        folder, name = os.path.split(target)
+        is_step = name in ("", ".", "..")
+        here = os.path.realpath(target) if is_step else os.path.join(os.path.realpath(folder), name)
+        yield here

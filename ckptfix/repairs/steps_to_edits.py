@@ -35,8 +35,8 @@ from ckptfix.formats.safetensors_file import (
 )
 from ckptfix.formats.torch_file import Appended, Patched, TorchFile
 from ckptfix.formats.torch_pickle import name_lists
-from ckptfix.repairs.plan import Plan
 from ckptfix.repairs.steps import (
+    Draft,
     DropEntry,
     Renumber,
     RewriteNames,
@@ -72,7 +72,7 @@ class Compiled(Struct):
     refused: list[Unplanned] = field(default_factory=list)
 
 
-def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
+def compile_plan(plan: Draft, *, new_files: bool) -> Compiled:
     """Turn a plan into edits. Nothing is written.
 
     ``new_files``: write new files instead of patching the old ones in place (``--atomic``, or a
@@ -138,7 +138,7 @@ def _path(action: StepAction) -> PurePosixPath:
 class _Writer:
     """Makes the edits of one plan."""
 
-    def __init__(self, plan: Plan, new_files: bool, trims: dict[PurePosixPath, int]) -> None:
+    def __init__(self, plan: Draft, new_files: bool, trims: dict[PurePosixPath, int]) -> None:
         self.root = plan.folder.root
         self.components = {component.path: component for component in plan.folder.components}
         self.states = {state.path: state for state in plan.sharded}

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from ckptfix import Policy, check, repair, undo
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.diagnose import links_below
 from ckptfix.errors import OperationError
 from ckptfix.repairs import plan
+from ckptfix.repairs.steps import links_below
 from tests.repairs.dcp_folders import FIXTURES, MODEL, copy, model_digests, snapshot
 from tests.tensors.dcp_making import save
 

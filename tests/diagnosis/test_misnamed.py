@@ -556,4 +556,4 @@ def test_a_copy_is_compared_with_the_checkpoints_next_to_the_folder(tmp_path: Pa
         accelerator.load_state(str(folder))
     copy = scan_folder(Path(shutil.copytree(folder, tmp_path / "copy")))
     assert [finding.code for finding in diagnose(Case(copy)).findings] == ["incomplete-checkpoint"]
-    assert diagnose(Case(copy, neighbours=Siblings().of(folder))).findings == ()
+    assert diagnose(Case(copy, neighbours=Siblings().of(folder))).findings == []

@@ -7,29 +7,25 @@ from pathlib import Path
 import pytest
 
 from ckptfix.checkpoint.folder import scan_folder
-from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.case import Case
-from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.diagnose import diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError
 from ckptfix.repairs import repair, steps_to_edits
-from ckptfix.repairs.plan import Plan, make_plan
+from ckptfix.repairs.plan import make_plan
 from ckptfix.repairs.proof import prove_repair
+from ckptfix.repairs.steps import Draft
 from ckptfix.storage.edits import Patch
 from tests.repairs.builders import snapshot, write_safetensors
 
 
-def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
-    diagnosis = diagnose(Case(scan_folder(folder), prove=True))
-    plan = make_plan(diagnosis, Policy())
-    return diagnosis, plan, steps_to_edits.compile_plan(plan, new_files=False)
+def planned(folder: Path) -> tuple[Draft, steps_to_edits.Compiled]:
+    plan = make_plan(diagnose(Case(scan_folder(folder), prove=True)), Policy())
+    return plan, steps_to_edits.compile_plan(plan, new_files=False)
 
 
-def prove(diagnosis: Diagnosis, plan: Plan, compiled: steps_to_edits.Compiled) -> None:
-    steps, edits = tuple(compiled.steps), tuple(compiled.edits)
-    prove_repair(
-        plan, steps, edits, (), Policy(), diagnosis.verdicts, Siblings().of(plan.folder.root)
-    )
+def prove(plan: Draft, compiled: steps_to_edits.Compiled) -> None:
+    prove_repair(plan, tuple(compiled.steps), tuple(compiled.edits), ())
 
 
 @pytest.fixture
@@ -41,13 +37,13 @@ def nested(tmp_path: Path) -> Path:
 
 
 def test_a_right_edit_is_proven(nested: Path) -> None:
-    diagnosis, plan, compiled = planned(nested)
+    plan, compiled = planned(nested)
     (patch,) = compiled.edits
     assert isinstance(patch, Patch)
     data = bytearray((nested / "m.safetensors").read_bytes())
     data[patch.offset : patch.offset + len(patch.new)] = patch.new
     (nested / "m.safetensors").write_bytes(data)
-    prove(diagnosis, plan, compiled)
+    prove(plan, compiled)
 
 
 @pytest.mark.parametrize(
@@ -61,25 +57,25 @@ def test_a_right_edit_is_proven(nested: Path) -> None:
     ],
 )
 def test_a_wrong_result_is_found(nested: Path, tensors: dict[str, bytes], words: str) -> None:
-    diagnosis, plan, compiled = planned(nested)
+    plan, compiled = planned(nested)
     write_safetensors(nested / "m.safetensors", tensors)
     with pytest.raises(OperationError, match=words):
-        prove(diagnosis, plan, compiled)
+        prove(plan, compiled)
 
 
 def test_tensors_that_moved_are_found(nested: Path) -> None:
     """Right names, dtypes and shapes, but the bytes lie where the edits did not leave them."""
-    diagnosis, plan, compiled = planned(nested)
+    plan, compiled = planned(nested)
     write_safetensors(nested / "m.safetensors", {"module.a": b"12345678", "module.b": b"abcd"})
     with pytest.raises(OperationError, match="are not at the expected offsets after the repair"):
-        prove(diagnosis, plan, compiled)
+        prove(plan, compiled)
 
 
 def test_a_file_that_is_gone_is_found(nested: Path) -> None:
-    diagnosis, plan, compiled = planned(nested)
+    plan, compiled = planned(nested)
     (nested / "m.safetensors").unlink()
     with pytest.raises(OperationError, match=r"m\.safetensors: missing \(after the repair\)"):
-        prove(diagnosis, plan, compiled)
+        prove(plan, compiled)
 
 
 def test_what_a_repair_leaves_undone_takes_it_back(
@@ -88,7 +84,7 @@ def test_what_a_repair_leaves_undone_takes_it_back(
     write_safetensors(nested / "other.safetensors", {"module.module.x": b"1"})
     before = snapshot(nested)
 
-    def forgetful(plan: Plan, *, new_files: bool) -> steps_to_edits.Compiled:
+    def forgetful(plan: Draft, *, new_files: bool) -> steps_to_edits.Compiled:
         compiled = steps_to_edits.compile_plan(plan, new_files=new_files)
         return steps_to_edits.Compiled(edits=compiled.edits[:1], steps=compiled.steps[:1])
 
