@@ -185,36 +185,41 @@ def first_unequal(
 
 
 def differing_tensors(
-    root: AnyPath,
-    pairing: Pairing,
-    *,
-    full: bool,
-    most: int,
-    other_root: AnyPath | None = None,
-) -> list[str]:
-    """Return the keys of tensors of two paired files that differ, at most one more than ``most``.
+    root: AnyPath, pairing: Pairing, *, full: bool, other_root: AnyPath | None = None
+) -> Iterator[str]:
+    """Yield the keys of tensors of two paired files that differ, as of ``unequal``.
 
-    ``full`` reads every byte of them; otherwise a few pages of each. ``other_root``: the folder of
-    the other file, by default the same.
+    ``other_root``: the folder of the other file, by default the same.
     """
-    other_root = root if other_root is None else other_root
-    differing: list[str] = []
     twins = _by_key(pairing.other) if isinstance(pairing.other, Component) else {}
     ours = _by_key(pairing.kept) if isinstance(pairing.kept, Component) else {}
-    with (
-        open_reader(root / pairing.kept.path) as one,
-        open_reader(other_root / pairing.other.path) as two,
-    ):
-        for fqn, tensor in ours.items():
-            if tensor.data_offsets is None or twins[fqn].data_offsets is None:
+    pairs = ((tensor.fqn, tensor, twins[fqn]) for fqn, tensor in ours.items())
+    twin_path = (root if other_root is None else other_root) / pairing.other.path
+    return unequal(root / pairing.kept.path, twin_path, pairs, full=full, pages=4)
+
+
+def unequal(
+    first: AnyPath,
+    second: AnyPath,
+    pairs: Iterable[tuple[str, TensorInfo, TensorInfo]],
+    *,
+    full: bool,
+    pages: int,
+) -> Iterator[str]:
+    """Yield the keys of tensors that differ in two files, but for those without one range of bytes.
+
+    ``full`` reads every byte of them; otherwise ``pages`` pages of each are compared.
+    """
+    with open_reader(first) as reader, open_reader(second) as reader_of_twins:
+        for fqn, tensor, twin in pairs:
+            if tensor.data_offsets is None or twin.data_offsets is None:
                 continue
-            run = _run(tensor, twins[fqn])
-            runs = (run,) if full else sample_runs((run,), pages=4)
-            if first_difference(one, two, runs) is not None:
-                differing.append(tensor.fqn)
-            if len(differing) > most:
-                break
-    return differing
+            runs = (_run(tensor, twin),)
+            if same_bytes_without_reading(reader, reader_of_twins, runs):
+                continue
+            some = runs if full else sample_runs(runs, pages=pages)
+            if first_difference(reader, reader_of_twins, some) is not None:
+                yield fqn
 
 
 def _run(tensor: TensorInfo, twin: TensorInfo) -> Run:

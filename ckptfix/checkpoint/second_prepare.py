@@ -591,9 +591,7 @@ class Evidence:
         parameters = tuple(self._parameters(original).values())
         sampled = parameters[:: max(1, len(parameters) // _MOST_SAMPLED)][:_MOST_SAMPLED]
         pairing = Pairing(kept=replace(original, tensors=sampled), other=earlier, runs=None)
-        return bool(
-            differing_tensors(self.folder.root, pairing, full=False, most=0, other_root=root)
-        )
+        return any(differing_tensors(self.folder.root, pairing, full=False, other_root=root))
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not from the save that wrote the manifest, "" without such

@@ -4,6 +4,7 @@ that go with them.
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -267,7 +268,7 @@ def _related(
     # a few.
     few = max(1, total // 10)
     if not harmed and tensor is not None and 2 * few <= total:
-        differing = differing_tensors(case.folder.root, pairing, full=full, most=few)
+        differing = [*islice(differing_tensors(case.folder.root, pairing, full=full), few + 1)]
         if 0 < len(differing) <= few:
             return NearlyEqualModels(
                 path=entry.path,

@@ -17,6 +17,7 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_computed
 from ckptfix.checkpoint.loading_order import kind_of
 from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.checkpoint.model_files import ModelFiles, Replacement, complete_sets
+from ckptfix.checkpoint.pairing import unequal
 from ckptfix.checkpoint.rank_parts import begins_inside
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Explained, Finding, as_kind
@@ -36,12 +37,6 @@ from ckptfix.diagnosis.findings.sharded import (
     StaleShard,
 )
 from ckptfix.formats.tensor import TensorInfo
-from ckptfix.storage.comparing import (
-    Run,
-    first_difference,
-    same_bytes_without_reading,
-    sample_runs,
-)
 from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import series
@@ -452,27 +447,19 @@ def _unequal(
     """Return the tensors that are in several shards with other values, by samples of their bytes
     unless ``data``.
     """
-    unequal: set[str] = set()
-    pairs: dict[tuple[str, str], list[str]] = {}
+    differing: set[str] = set()
+    pairs: dict[tuple[str, str], list[tuple[str, TensorInfo, TensorInfo]]] = {}
     for fqn, tensors in repeated.items():
-        first, *others = tensors
-        for name in others:
-            pairs.setdefault((first, name), []).append(fqn)
-    for (first, second), keys in pairs.items():
-        with open_reader(root / first) as left, open_reader(root / second) as right:
-            for fqn in keys:
-                one, two = repeated[fqn][first], repeated[fqn][second]
-                if one[1:3] != two[1:3] or one.data_offsets is None or two.data_offsets is None:
-                    unequal.add(fqn)
-                    continue
-                begin, end = one.data_offsets
-                run = Run(begin, two.data_offsets[0], end - begin)
-                if same_bytes_without_reading(left, right, (run,)):
-                    continue
-                parts = (run,) if data else sample_runs((run,), pages=max(2, _PAGES // len(keys)))
-                if first_difference(left, right, parts) is not None:
-                    unequal.add(fqn)
-    return tuple(sorted(unequal))
+        (first, tensor), *others = tensors.items()
+        for name, twin in others:
+            if tensor[1:3] != twin[1:3] or None in (tensor.data_offsets, twin.data_offsets):
+                differing.add(fqn)
+            pairs.setdefault((first, name), []).append((fqn, tensor, twin))
+    for (first, second), shared in pairs.items():
+        left = [pair for pair in shared if pair[0] not in differing]
+        pages = max(2, _PAGES // len(shared))
+        differing.update(unequal(root / first, root / second, left, full=data, pages=pages))
+    return tuple(sorted(differing))
 
 
 def _is_of_transformers(index: PurePosixPath) -> bool:
