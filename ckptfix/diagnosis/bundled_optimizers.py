@@ -44,7 +44,6 @@ from ckptfix.formats.torch_pickle import (
 )
 from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
 from ckptfix.lazy import once
-from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import list_names
 
 _ROLES = (Role.MODEL, Role.UNKNOWN, Role.CUSTOM)
@@ -337,10 +336,7 @@ def _compare(files: _Files, saved: SavedOptimizer, contents: _Contents) -> _Comp
     are left out.
     """
     counts = contents.counts
-    shapes_of = {
-        name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
-        for name, states in without_reduced(saved).states.items()
-    }
+    shapes_of = without_reduced(saved).shapes
     moments = Counter(
         shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1
     )

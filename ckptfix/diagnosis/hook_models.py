@@ -38,7 +38,6 @@ from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.lazy import once
 from ckptfix.storage.files import AnyPath, store_of
-from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.wording import count_of
 
 _OF_LORA = "the load hook fails, or starts with new weights for the keys that it does not find"
@@ -207,10 +206,8 @@ def _unclear_fit(
         return
     moments: Counter[Shape] = Counter()
     for saved in optimizers:
-        for states in saved.states.values():
-            moments.update(
-                {shape for state, shape in states.items() if state in SHAPED and shape is not None}
-            )
+        for shapes in saved.shapes.values():
+            moments.update(shapes)
     frozen = (weights.counts - moments).total()
     if moments and frozen:
         yield (

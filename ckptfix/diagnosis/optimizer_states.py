@@ -386,13 +386,7 @@ def _is_named_average(keys: Iterable[str]) -> bool:
 
 def _fits_any(saved: SavedOptimizer, averages: Iterable[Counter[Shape]]) -> bool:
     """Return whether the moments of an optimizer are those of the parameters of an average."""
-    moments = Counter(
-        shape
-        for states in saved.states.values()
-        for shape in {
-            shape for state, shape in states.items() if state in SHAPED and shape is not None
-        }
-    )
+    moments = Counter(shape for shapes in saved.shapes.values() for shape in shapes)
     return bool(moments) and any(moments <= average for average in averages)
 
 
@@ -513,10 +507,7 @@ def _rounded_weights(
     every = [tensor for model in weights.models for tensor in model]
     if not saved.is_plain or not any(tensor.is_integer for tensor in every):
         return
-    shapes_of = {
-        name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
-        for name, states in saved.states.items()
-    }
+    shapes_of = saved.shapes
     trained = {bare(names[name]) for name, shapes in shapes_of.items() if shapes and name in names}
     if trained & weights.shapes.keys():
         trained -= {bare(tensor.key) for tensor in every if not tensor.is_integer}
@@ -556,8 +547,7 @@ def _kept_elsewhere(saved: SavedOptimizer, weights: Weights) -> frozenset[str]:
     outside the checkpoint.
     """
     strange = set()
-    for name, states in saved.states.items() if weights.ranks else ():
-        shapes = {shape for state, shape in states.items() if state in SHAPED and shape is not None}
+    for name, shapes in saved.shapes.items() if weights.ranks else ():
         if any(
             weights.every.isdisjoint([shape]) and weights.ranks.isdisjoint(shape)
             for shape in shapes
@@ -594,12 +584,9 @@ def _of_weights(one: SavedOptimizer, weights: Weights) -> Iterator[OptimizerFind
             return
         # Most names are unknown: those of adapters, which are saved under others, or of another
         # model. Shapes decide.
-    shapes_of = {
-        name: {shape for state, shape in states.items() if state in SHAPED and shape is not None}
-        for name, states in one.states.items()
-        if not is_flat_name(name)
-    }
-    moments = Counter(shape for shapes in shapes_of.values() for shape in shapes)
+    moments = Counter(
+        shape for name, shapes in one.shapes.items() if not is_flat_name(name) for shape in shapes
+    )
     lost_shapes = tuple(sorted(moments.keys() - weights.every)) if one.is_plain else ()
     numbers = [sum(map(prod, shapes.elements())) for shapes in (moments, weights.counts)]
     if weights.are_converted and numbers[0] <= numbers[1]:

@@ -38,6 +38,7 @@ from ckptfix.formats.torch_tensors import (
 )
 from ckptfix.storage.files import AnyPath
 from ckptfix.tensors.dcp_tensors import DcpLayouts
+from ckptfix.tensors.parameter_names import SHAPED
 from ckptfix.tensors.single_files import torch_layout
 from ckptfix.tensors.stored import Layout
 from ckptfix.wording import Brief
@@ -98,6 +99,16 @@ class SavedOptimizer(Brief, Struct, frozen=True, kw_only=True):
     def parameters(self) -> list[str]:
         """The parameters of all param groups."""
         return [name for group in self.groups for name in group]
+
+    @property
+    def shapes(self) -> dict[str, set[Shape]]:
+        """The shapes of the states that have that of their parameter, by parameter."""
+        return {
+            name: {
+                shape for state, shape in states.items() if state in SHAPED and shape is not None
+            }
+            for name, states in self.states.items()
+        }
 
 
 def saved_optimizers(
