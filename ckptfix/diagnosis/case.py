@@ -209,6 +209,11 @@ class Case:
         """The manifest of the save, None without one that can be used."""
         return usable_manifest(self.folder.root)
 
+    @property
+    def is_recorded(self) -> bool:
+        """True where the save recorded its files."""
+        return self.manifest is not None and self.manifest.is_of_a_save
+
     @once
     def groups(self) -> tuple[ModelFiles, ...]:
         """The files of each model, without those of DeepSpeed."""

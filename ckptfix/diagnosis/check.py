@@ -292,15 +292,7 @@ def judge_surroundings(
     """Yield findings that a folder has together with the models below it and the rests inside of
     it, and in words what was not compared.
     """
-    yield from diagnose_hook_models(
-        case.folder,
-        case.sharded,
-        case.every_optimizer,
-        tuple(_hook_models(target.root, below)),
-        case.neighbours,
-        case.findings,
-        has_deepspeed=bool(case.deepspeed),
-    )
+    yield from diagnose_hook_models(case, tuple(_hook_models(target.root, below)))
     yield from half_downloaded(target.root, halves, [report.path for report in below])
     yield from _staging_inside(target)
 

@@ -10,15 +10,14 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.neighbours import (
-    Neighbours,
     are_on_both_sides,
     next_to_it,
     parts_of,
     scanned,
 )
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.compared_entries import is_float
 from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry
 from ckptfix.diagnosis.saved_optimizers import Shape
@@ -38,7 +37,7 @@ from ckptfix.formats.torch_tensors import PickledStorage, is_tensor, read_tensor
 from ckptfix.wording import count_of, list_names
 
 
-def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
+def surplus_objects(case: Case) -> Iterator[MisplacedEntry]:
     """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a
     file too many.
 
@@ -46,17 +45,17 @@ def surplus_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterato
     it is a note. So it is where they have none: the script may have registered objects in this save
     alone.
     """
-    own = {one.name.index: one.path for one in folder.components if one.role is Role.CUSTOM}
-    manifest = usable_manifest(folder.root)
-    if not own or (manifest is not None and manifest.is_of_a_save):
+    components = case.folder.components
+    own = {one.name.index: one.path for one in components if one.role is Role.CUSTOM}
+    if not own or case.is_recorded:
         return
-    before, after = neighbours.saves()
+    before, after = case.neighbours.saves()
     near = [*before, *after]
     known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
     surplus = sorted(own.keys() - known)
     if surplus:
         # Somebody may have renamed theirs.
-        every = parts_of(one.path for one in folder.components)
+        every = parts_of(one.path for one in components)
         parts = [part for sibling in near for part in sibling.parts_as_saved(every)]
         known = {index for role, index in parts if role is Role.CUSTOM}
         surplus = sorted(own.keys() - known)
@@ -103,16 +102,15 @@ class _Outline(NamedTuple):
     lists: Mapping[_Keys, tuple[_ListedTensor, ...]]
 
 
-def other_objects(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[MisplacedEntry]:
+def other_objects(case: Case) -> Iterator[MisplacedEntry]:
     """Yield the custom objects of another structure than in all checkpoints next to this one, which
     agree, and those whose tensors have other dtypes or whose lists of tensors differ.
     """
-    own = _outlines(folder)
-    manifest = usable_manifest(folder.root)
-    if not own or (manifest is not None and manifest.is_of_a_save):
+    own = _outlines(case.folder)
+    if not own or case.is_recorded:
         return
     near: list[tuple[bool, dict[PurePosixPath, _Outline]]] = []
-    for neighbour, there in scanned(neighbours.nearest(), Role.CUSTOM):
+    for neighbour, there in scanned(case.neighbours.nearest(), Role.CUSTOM):
         near.append((neighbour.is_earlier, _outlines(there)))
         if near[-1][1] == own:
             return

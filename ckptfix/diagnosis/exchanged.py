@@ -19,10 +19,11 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import common_wrappers, inner_wrappers
-from ckptfix.checkpoint.manifest import is_repaired, usable_manifest
+from ckptfix.checkpoint.manifest import is_repaired
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, read_config, versions_of
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.compared_entries import ComparedEntry, is_float, sizes_of_groups
 from ckptfix.diagnosis.findings.misplaced import (
     BrokenKeys,
@@ -68,11 +69,7 @@ class _Neighbour(NamedTuple):
 
 
 def diagnose_exchanged(
-    folder: CheckpointFolder,
-    neighbours: Neighbours,
-    damaged: frozenset[PurePosixPath],
-    *,
-    is_contradicted: bool = False,
+    case: Case, damaged: frozenset[PurePosixPath], *, is_contradicted: bool = False
 ) -> Iterator[MisplacedEntry]:
     """Yield the models and optimizers that the checkpoints next to this one have under other names,
     or not at all.
@@ -81,8 +78,9 @@ def diagnose_exchanged(
     param groups. A checkpoint with a damaged file, or whose optimizers contradict its models, shows
     nothing about an intact one.
     """
-    if folder.only is not None:
+    if case.is_file:
         return
+    folder = case.folder
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
     every = [components for role in _ROLES for components in folder.entries(role)]
     # An optimizer of an adapter belongs to it, and a script may exchange both for a while.
@@ -103,7 +101,7 @@ def diagnose_exchanged(
         and damaged.isdisjoint(component.path for component in components)
     ]
     files = {component.path: component for components in lists for component in components}
-    near = _neighbours(neighbours, files, is_of_trainer=is_of_trainer) if lists else []
+    near = _neighbours(case.neighbours, files, is_of_trainer=is_of_trainer) if lists else []
     is_in_order = not near or _is_in_order(folder)
     near = [neighbour for neighbour in near if neighbour.is_in_order or not is_in_order]
     if not near:
@@ -121,14 +119,13 @@ def diagnose_exchanged(
         if own and known:
             role = components[0].role
             compared.append((role if role in _ROLES else Role.MODEL, own, known))
-    manifest = usable_manifest(folder.root)
     change = _Change(
         is_excluded=is_contradicted,
         has_same_optimizers=_are_alike(Role.OPTIMIZER, compared),
         has_same_models=_are_alike(Role.MODEL, compared),
         is_renamed_by_repair=is_repaired(folder.root)
         or any(neighbour.is_repaired for neighbour in near),
-        is_recorded=manifest is not None and manifest.is_of_a_save,
+        is_recorded=case.is_recorded,
         is_of_another_run=not near[0].is_of_same_run,
         is_of_other_version=_versions(folder.root) != near[0].versions,
         nearest=near[0].folder.root.name,

@@ -13,10 +13,8 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.filenames import LORA
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
-from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import (
     CONFIG,
     ConfigOfModel,
@@ -26,6 +24,7 @@ from ckptfix.checkpoint.model_configs import (
 from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import Piece, are_equal, samples_of, weights_in
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
@@ -93,28 +92,16 @@ def _is_of_library(component: Component) -> bool:
     return component.name.is_of_library and component.role is not Role.WEIGHTS_INDEX
 
 
-def diagnose_hook_models(
-    folder: CheckpointFolder,
-    sharded: Sequence[DcpFolder],
-    optimizers: Sequence[SavedOptimizer],
-    models: Sequence[HookModel],
-    neighbours: Neighbours,
-    known: Sequence[Finding],
-    *,
-    has_deepspeed: bool,
-) -> Iterator[Finding | str]:
+def diagnose_hook_models(case: Case, models: Sequence[HookModel]) -> Iterator[Finding | str]:
     """Compare the models in sub-folders of ``save_state`` with its optimizers, and with the
     checkpoints next to it; yield in words the comparisons that were not made.
 
     LoRA next to its states is compared with the checkpoints alone.
-
-    ``known``: the findings about the folder itself.
     """
-    if not folder.is_save_state or folder.only is not None:
+    folder, neighbours, known = case.folder, case.neighbours, case.findings
+    if not folder.is_save_state or case.is_file:
         return
-    manifest = usable_manifest(folder.root)
-    is_recorded = manifest is not None and manifest.is_of_a_save
-    if not is_recorded:
+    if not case.is_recorded:
         yield from _unlike_neighbours(_lora_of(folder), neighbours, is_doubted=False)
     if not models:
         return
@@ -130,14 +117,15 @@ def diagnose_hook_models(
         if finding.severity is Severity.ERROR
     }
     joined = _joined(folder, models, trained)
+    optimizers, has_deepspeed = case.every_optimizer, bool(case.deepspeed)
     of_optimizers = list(
-        diagnose_optimizers(joined, sharded, damaged, optimizers, has_deepspeed=has_deepspeed)
+        diagnose_optimizers(joined, case.sharded, damaged, optimizers, has_deepspeed=has_deepspeed)
     )
     yield from (told for told in of_optimizers if told not in known)
     if optimizers and all(isinstance(told, str) for told in of_optimizers):
-        weights = weights_of(joined, sharded, damaged, has_deepspeed=has_deepspeed)
+        weights = weights_of(joined, case.sharded, damaged, has_deepspeed=has_deepspeed)
         yield from _unclear_fit(optimizers, weights, trained)
-    if not is_recorded:
+    if not case.is_recorded:
         yield from _without_counters(models, neighbours)
         is_doubted = any(isinstance(told, UnsavedParameters) for told in of_optimizers)
         of_keys = [

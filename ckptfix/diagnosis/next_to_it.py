@@ -1,11 +1,9 @@
 """Checkpoints next to one as witnesses: files that it lacks, and files of other entries."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import is_of_checkpoint
-from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.custom_objects import other_objects, surplus_objects
@@ -46,7 +44,7 @@ def missing_here(target: Target, case: Case) -> tuple[Finding, ...]:
     may_be_doubled = any(
         isinstance(one, DoubledModel | IdenticalModels | NearlyEqualModels) for one in findings
     ) or any(one.role is Role.MODEL and one.problem for one in folder.components)
-    missing = compared(target.root, neighbours, told, may_be_doubled=may_be_doubled)
+    missing = compared(case, told, may_be_doubled=may_be_doubled)
     damaged = frozenset(
         finding.path
         for finding in findings
@@ -63,28 +61,20 @@ def missing_here(target: Target, case: Case) -> tuple[Finding, ...]:
         *missing,
         *_lost_since_repair(target.root, told),
         *diagnose_exchanged(
-            folder,
-            neighbours,
+            case,
             damaged,
             is_contradicted=any(isinstance(finding, MismatchedRates) for finding in findings),
         ),
-        *(finding for rule in _OF_FOLDERS for finding in rule(folder, neighbours)),
+        *diagnose_unread_shards(case),
+        *other_configs(folder, neighbours),
+        *surplus_objects(case),
+        # A damaged file is not compared.
         *(
             finding
-            for rule in _OF_INTACT_FILES
-            for finding in rule(folder, neighbours)
+            for finding in (*other_objects(case), *exchanged_loaders(folder, neighbours))
             if finding.path not in damaged
         ),
     )
-
-
-_Rule = Callable[[CheckpointFolder, Neighbours], Iterable[Finding]]
-
-_OF_FOLDERS: tuple[_Rule, ...] = (diagnose_unread_shards, other_configs, surplus_objects)
-"""Rules about a folder and the checkpoints next to it."""
-
-_OF_INTACT_FILES: tuple[_Rule, ...] = (other_objects, exchanged_loaders)
-"""The same about what files hold: a damaged one is not compared."""
 
 
 def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[IncompleteCheckpoint]:

@@ -16,7 +16,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name, parse_folder_name
-from ckptfix.checkpoint.manifest import taken_by_repairs, usable_manifest
+from ckptfix.checkpoint.manifest import taken_by_repairs
 from ckptfix.checkpoint.neighbours import (
     CONFIGS,
     NAMED_INSIDE,
@@ -48,9 +48,7 @@ from ckptfix.errors import CkptfixError
 from ckptfix.storage.files import AnyPath, is_dir, names_in
 
 
-def compared(
-    folder: AnyPath, neighbours: Neighbours, known: Collection[str], *, may_be_doubled: bool
-) -> Iterator[Finding]:
+def compared(case: Case, known: Collection[str], *, may_be_doubled: bool) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
     ``known``: files that were reported already. ``may_be_doubled``: its script may have prepared an
@@ -64,9 +62,9 @@ def compared(
     random states of other ranks than 0 alone lacks all that any checkpoint near it has. Models in
     sub-folders: ``_lost_from_folders``.
     """
-    manifest = usable_manifest(folder)
-    if manifest is not None and manifest.is_of_a_save:
+    if case.is_recorded:
         return
+    folder, neighbours = case.folder.root, case.neighbours
     before, after = neighbours.saves()
     near = (*before, *after)
     if not near:

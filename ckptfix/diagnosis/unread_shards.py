@@ -10,10 +10,10 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import FileName, model_file
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, GENERATION
-from ckptfix.checkpoint.neighbours import Neighbours, is_loaded_model, neighbours_have
+from ckptfix.checkpoint.neighbours import is_loaded_model, neighbours_have
 from ckptfix.checkpoint.roles import Role
+from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.incomplete import UnreadShards
 
 
@@ -43,25 +43,18 @@ def unchecked_shards(folder: CheckpointFolder) -> Iterator[str]:
         )
 
 
-def diagnose_unread_shards(
-    folder: CheckpointFolder, neighbours: Neighbours
-) -> Iterator[UnreadShards]:
+def diagnose_unread_shards(case: Case) -> Iterator[UnreadShards]:
     """Yield the file of a model that a folder has in shards alone, but where a hook of the script
     saves it so.
     """
-    index = unread_index(folder) if folder.only is None else None
-    manifest = usable_manifest(folder.root)
-    if (
-        index is None
-        or index.load_order is None
-        or (manifest is not None and manifest.is_of_a_save)
-    ):
+    index = unread_index(case.folder) if not case.is_file else None
+    if index is None or index.load_order is None or case.is_recorded:
         return
-    near = neighbours.nearest()
+    near = case.neighbours.nearest()
     position = index.load_order[0]
     if any(position not in save.names.single for save in near):
         return
-    is_pretrained = any(folder.has_file(name) for name in (CONFIG, ADAPTER, GENERATION))
+    is_pretrained = any(case.folder.has_file(name) for name in (CONFIG, ADAPTER, GENERATION))
     if is_pretrained and not near:
         return
     wanted = str(model_file(".safetensors", position))
