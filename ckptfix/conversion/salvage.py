@@ -408,7 +408,7 @@ class _Folders:
     def _deepspeed(self) -> None:
         """Note the missing parts of ranks of a DeepSpeed checkpoint whose files are intact."""
         lost = {one.file for one in self.found.lost}
-        for state in diagnose_deepspeed(self._folder, data=False, progress=None):
+        for state in diagnose_deepspeed(self._folder):
             for one in state.findings:
                 if isinstance(one, MissingRank | MalformedFile) and str(one.path) not in lost:
                     kind = "missing" if isinstance(one, MissingRank) else "malformed"

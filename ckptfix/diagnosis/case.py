@@ -18,8 +18,9 @@ from ckptfix.checkpoint.state_kinds import StateProblem
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of
 from ckptfix.diagnosis.file_damage import (
+    HEADERS,
     DeepSpeedState,
-    LeftRecord,
+    Reading,
     diagnose_deepspeed,
     without_deepspeed,
 )
@@ -46,8 +47,6 @@ from ckptfix.diagnosis.findings.sharded import IndexMismatch, MissingShard
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.lazy import once
 from ckptfix.storage.comparing import Digests
-from ckptfix.storage.executor import THREADS, Executor
-from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity
 
 Rule: TypeAlias = Callable[["Case"], Iterable[Told]]
@@ -85,11 +84,10 @@ class Case:
     """A scanned folder, what a diagnosis may read of it, and what the rules have told so far.
 
     By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files
-    to be dropped (``repair``), ``data`` every byte of every look-alike and of every record with a
-    CRC (``check --data``). ``drops``: the roles whose equal entries will be dropped. ``known``:
-    earlier comparisons that still hold. ``looked_at``: names of files that the caller reads.
-    ``neighbours``: those of its source for a copy. ``progress`` is called with byte counts.
-    ``left``: records whose CRC the caller compares are listed there, not read.
+    to be dropped (``repair``), ``reading`` may read every byte of all look-alikes (``check
+    --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier
+    comparisons that still hold. ``looked_at``: names of files that the caller reads.
+    ``neighbours``: those of its source for a copy.
 
     ``corrupt``: files that lost bytes. ``damaged``: files with a finding that explains why one is
     missing, or has another size than it was saved with. ``unreliable``: files whose headers do not
@@ -103,28 +101,23 @@ class Case:
     def __init__(
         self,
         folder: CheckpointFolder,
+        reading: Reading = HEADERS,
         *,
         prove: bool = False,
-        data: bool = False,
         drops: Iterable[Role] = (),
         known: Verdicts | None = None,
         looked_at: Collection[str] = (),
         neighbours: Neighbours | None = None,
-        progress: Progress | None = None,
-        left: list[LeftRecord] | None = None,
-        executor: Executor = THREADS,
     ) -> None:
         """Store what the rules are given; files are read when a rule asks for what they hold."""
         self.folder = folder
+        self.reading = reading
+        self.data, self.progress, self.left, self.executor = reading
         self.prove = prove
-        self.data = data
         self.drops = frozenset(drops)
         self.known = known
         self.looked_at = looked_at
         self.neighbours = neighbours or Siblings().of(folder.root)
-        self.progress = progress
-        self.left = left
-        self.executor = executor
         self.findings: list[Finding] = []
         self.not_checked: list[str] = []
         self.unfinished: list[str] = []
@@ -189,13 +182,7 @@ class Case:
     @once
     def deepspeed(self) -> tuple[DeepSpeedState, ...]:
         """The checkpoints of DeepSpeed, each with its findings."""
-        return diagnose_deepspeed(
-            self.folder,
-            data=self.data,
-            progress=self.progress,
-            left=self.left,
-            executor=self.executor,
-        )
+        return diagnose_deepspeed(self.folder, self.reading)
 
     @once
     def evidence(self) -> Evidence:

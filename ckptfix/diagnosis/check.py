@@ -26,7 +26,7 @@ from ckptfix.diagnosis.check_report import (
 )
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import diagnose
-from ckptfix.diagnosis.file_damage import LeftRecord
+from ckptfix.diagnosis.file_damage import HEADERS, LeftRecord, Reading
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
@@ -123,12 +123,9 @@ def check(
         _checked,
         target,
         grouped,
-        data=data,
+        Reading(data, progress, left, executor),
         resumes=resumes,
         of_run=bool(others),
-        progress=progress,
-        left=left,
-        executor=executor,
     )
     if load is True:
         from ckptfix.diagnosis.loads.loaders import Loaders
@@ -141,15 +138,12 @@ def check(
 def _checked(
     target: Target,
     siblings: Siblings,
+    reading: Reading = HEADERS,
     *,
     scan: Callable[[], CheckpointFolder] | None = None,
-    data: bool = False,
     resumes: bool = False,
     of_run: bool = False,
     loaders: "Loaders | None" = None,
-    progress: Progress | None = None,
-    left: list[LeftRecord] | None = None,
-    executor: Executor = THREADS,
 ) -> CheckReport:
     """Return the report of ``check``.
 
@@ -169,7 +163,7 @@ def _checked(
             not_checked=(),
         )
     spared = spared_below(target.root)
-    with paused_gc(), nullcontext() if data else sparing(target.root):
+    with paused_gc(), nullcontext() if reading.data else sparing(target.root):
         folder = scan() if scan is not None else scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         halves = tuple(half_downloads(target.root)) if target.only is None else ()
@@ -187,13 +181,10 @@ def _checked(
             if (inner := nested_checkpoint(folder)) is not None:
                 report = check(
                     inner,
-                    data=data,
                     siblings=siblings,
                     resumes=resumes,
                     load=loaders or False,
-                    progress=progress,
-                    left=left,
-                    executor=executor,
+                    **reading._asdict(),
                 )
                 misplaced = _nested(target.root, inner)
                 return (
@@ -202,24 +193,10 @@ def _checked(
                     else report
                 )
             ensure_checkpoint(folder)
-        case = diagnose(
-            Case(
-                folder,
-                data=data,
-                progress=progress,
-                looked_at=READ_BY_UNDERSTAND,
-                neighbours=near,
-                left=left,
-                executor=executor,
-            )
-        )
+        case = diagnose(Case(folder, reading, looked_at=READ_BY_UNDERSTAND, neighbours=near))
     is_spared = spared_below(target.root) > spared
     lacking = bare.beyond(case.findings) if bare is not None else missing_here(target, case)
-    below = tuple(
-        models_below(
-            case, data=data, loaders=loaders, progress=progress, left=left, executor=executor
-        )
-    )
+    below = tuple(models_below(case, reading, loaders=loaders))
     around = list(judge_surroundings(target, case, below, halves))
     unheld, markers = _unheld(target, below)
     # What every check leaves out of weights is no news of a folder that has none, and should have
@@ -252,7 +229,7 @@ def _checked(
     if of_run:
         from ckptfix.diagnosis.stale_saves import diagnose_stale_saves
 
-        stale = diagnose_stale_saves(folder, case.sharded, near, data=data)
+        stale = diagnose_stale_saves(folder, case.sharded, near, data=reading.data)
     findings = (
         *pending,
         *lacking,
@@ -445,13 +422,7 @@ def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], 
 
 
 def models_below(
-    case: Case,
-    *,
-    data: bool = False,
-    loaders: "Loaders | None" = None,
-    progress: Progress | None = None,
-    left: list[LeftRecord] | None = None,
-    executor: Executor = THREADS,
+    case: Case, reading: Reading = HEADERS, *, loaders: "Loaders | None" = None
 ) -> Iterator[CheckReport]:
     """Yield the reports of the models in sub-folders. Raises OSError."""
     folder = case.folder
@@ -469,14 +440,7 @@ def models_below(
         if not may_hold_weights(folder.root / where):
             continue
         with suppress(UsageError):  # it holds no file of a checkpoint
-            yield check(
-                folder.root / where,
-                data=data,
-                load=loaders or False,
-                progress=progress,
-                left=left,
-                executor=executor,
-            )
+            yield check(folder.root / where, load=loaders or False, **reading._asdict())
 
 
 def with_below(

@@ -82,14 +82,7 @@ def damaged_files(case: Case) -> list[Finding]:
         for one in case.findings
         if isinstance(one, LeftoverIndex) or (isinstance(one, IndexMismatch) and one.is_fixable)
     )
-    return diagnose_files(
-        case.folder,
-        data=case.data,
-        progress=case.progress,
-        explained=frozenset(rebuilt),
-        left=case.left,
-        executor=case.executor,
-    )
+    return diagnose_files(case.folder, case.reading, explained=frozenset(rebuilt))
 
 
 def of_deepspeed(case: Case) -> Iterator[Finding]:

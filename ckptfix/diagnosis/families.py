@@ -30,6 +30,7 @@ from ckptfix.checkpoint.loading_order import (
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.checkpoint.pairing import Files
 from ckptfix.diagnosis.case import Case
+from ckptfix.diagnosis.file_damage import Reading
 from ckptfix.diagnosis.findings.base import Finding, Instead, as_kind
 from ckptfix.diagnosis.findings.sharded import IndexMismatch, UndecidedIndex
 from ckptfix.diagnosis.findings.stored_twice import PartialFamily, SecondFamily, StaleFamily
@@ -40,9 +41,8 @@ from ckptfix.storage.comparing import (
     same_bytes_without_reading,
     sample_runs,
 )
-from ckptfix.storage.executor import THREADS, Executor
+from ckptfix.storage.executor import THREADS
 from ckptfix.storage.files import AnyPath, exists
-from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
 _PAGES, _PAGE = 24, 4096
@@ -132,15 +132,8 @@ def diagnose_families(case: Case) -> Iterator[Finding | Instead]:
         equal = {family.path for family in comparable[:1]}
         for family in comparable[1:]:
             is_unlisted = not (family.is_found and comparable[0].is_found)
-            of_pair = _compared(
-                case.folder.root,
-                comparable[0],
-                family,
-                paths,
-                data=case.data or (prove and is_unlisted),
-                progress=case.progress,
-                executor=case.executor,
-            )
+            reading = case.reading._replace(data=case.data or (prove and is_unlisted))
+            of_pair = _compared(case.folder.root, comparable[0], family, paths, reading)
             # Of the model in the indexes, not of an adapter next to it.
             if {SAFE_INDEX, BIN_INDEX} >= {comparable[0].kind, family.kind} and not is_unlisted:
                 of_pair = replace(of_pair, refused_by=" and ".join(now.refused_by))
@@ -228,10 +221,7 @@ def _compared(
     first: _Family,
     second: _Family,
     loads: Mapping[str, PurePosixPath],
-    *,
-    data: bool,
-    progress: Progress | None,
-    executor: Executor,
+    reading: Reading,
 ) -> StaleFamily | SecondFamily:
     """Compare two families of one model."""
     unlisted = tuple(family.path for family in (first, second) if not family.is_found)
@@ -242,7 +232,7 @@ def _compared(
     )
     # A save of safetensors leaves out all but one key of tied weights, and one of .bin keeps them
     # all.
-    absent, own = (_untied(root, family, shared, data=data) for family in (left, right))
+    absent, own = (_untied(root, family, shared, data=reading.data) for family in (left, right))
     if changed or absent or own:
         second_family = SecondFamily(
             path=second.path,
@@ -261,9 +251,7 @@ def _compared(
         return second_family
     pairs = {fqn: (left[fqn], right[fqn]) for fqn in left if fqn in shared}
     runs = {fqn: run for fqn, pair in pairs.items() if (run := _run(*pair)) is not None}
-    difference, sampled = _difference(
-        root, pairs, runs, data=data, progress=progress, executor=executor
-    )
+    difference, sampled = _difference(root, pairs, runs, reading)
     if difference is not None:
         return StaleFamily(
             path=second.path,
@@ -299,10 +287,7 @@ def _difference(
     root: AnyPath,
     pairs: Mapping[str, tuple[_Stored, _Stored]],
     runs: Mapping[str, Run],
-    *,
-    data: bool,
-    progress: Progress | None = None,
-    executor: Executor = THREADS,
+    reading: Reading,
 ) -> tuple[str | None, bool]:
     """Return the first key with other bytes, None for none, and whether only samples were
     compared.
@@ -318,13 +303,13 @@ def _difference(
             if same_bytes_without_reading(one, other, every):
                 continue
             some = sample_runs(every, pages=pages)
-            for part in (some, every) if data else (some,):
+            for part in (some, every) if reading.data else (some,):
                 found = first_difference(
                     one,
                     other,
                     part,
-                    progress=None if part is some else progress,
-                    executor=THREADS if part is some else executor,
+                    progress=None if part is some else reading.progress,
+                    executor=THREADS if part is some else reading.executor,
                 )
                 if found is not None:
                     place = found.offset_a
@@ -336,7 +321,7 @@ def _difference(
                         ),
                         False,
                     )
-            is_sampled |= not data and sum(run.length for run in some) < sum(
+            is_sampled |= not reading.data and sum(run.length for run in some) < sum(
                 run.length for run in every
             )
     return None, is_sampled
@@ -376,7 +361,10 @@ def _untied(
 
 def _is_copy(root: AnyPath, tensor: _Stored, twin: _Stored, *, data: bool) -> bool:
     run = _run(tensor, twin)
-    if run is None or _difference(root, {"": (tensor, twin)}, {"": run}, data=data)[0] is not None:
+    if (
+        run is None
+        or _difference(root, {"": (tensor, twin)}, {"": run}, Reading(data))[0] is not None
+    ):
         return False
     with open_reader(root / tensor.path) as reader:
         return any(reader.read(run.offset_a, min(run.length, _PAGE)))

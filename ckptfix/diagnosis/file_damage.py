@@ -69,20 +69,47 @@ _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
 
 
+class LeftRecord(NamedTuple):
+    """A record of a zip file of torch, by where its bytes are, and its CRC.
+
+    A check with ``data`` appends each to ``left``, a list of the caller's, instead of reading it:
+    ``verify`` and ``seal`` read all files anyway, and compare the CRC while they do.
+    """
+
+    path: AnyPath
+    offset: int
+    size: int
+    crc: int
+
+
+class Reading(NamedTuple):
+    """The part of a checkpoint that is read, by default headers and a few pages of tensors.
+
+    ``data``: the bytes of all look-alikes, and of all records with a CRC. ``progress`` is called
+    with byte counts. ``left``: see ``LeftRecord``. ``executor``: shares the work of ``data``.
+    """
+
+    data: bool = False
+    progress: Progress | None = None
+    left: list[LeftRecord] | None = None
+    executor: Executor = THREADS
+
+
+HEADERS = Reading()
+"""The reading of a check without options."""
+
+
 def diagnose_files(
     folder: CheckpointFolder,
+    reading: Reading = HEADERS,
     *,
-    data: bool,
-    progress: Progress | None,
-    explained: frozenset[PurePosixPath],
+    explained: frozenset[PurePosixPath] = frozenset(),
     crcs: "WrongCrcs | None" = None,
-    left: "list[LeftRecord] | None" = None,
-    executor: Executor = THREADS,
 ) -> list[Finding]:
     """Find the damage of each single file.
 
-    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files
-    with another finding. ``crcs``: what is known of the CRCs already. ``left``: see ``LeftRecord``.
+    With ``data`` the CRC of every record is compared, not only of small ones. ``explained``:
+    unreadable files with another finding. ``crcs``: what is known of the CRCs already.
     """
     findings: list[Finding] = []
     # Next to the states of save_state, accelerate loads the model; weights alone are read by plain
@@ -96,9 +123,7 @@ def diagnose_files(
     contents = {one.path: one.content for one in folder.components if one.path not in explained}
     torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
     if crcs is None:
-        crcs = _wrong_crcs(
-            folder.root, torch_files, left, data=data, progress=progress, executor=executor
-        )
+        crcs = _wrong_crcs(folder.root, torch_files, reading)
     for component in folder.components:
         if component.path in explained:
             continue
@@ -118,19 +143,6 @@ def diagnose_files(
     return findings
 
 
-class LeftRecord(NamedTuple):
-    """A record of a zip file of torch, by where its bytes are, and its CRC.
-
-    A check with ``data`` appends each to ``left``, a list of the caller's, instead of reading it:
-    ``verify`` and ``seal`` read all files anyway, and compare the CRC while they do.
-    """
-
-    path: AnyPath
-    offset: int
-    size: int
-    crc: int
-
-
 WrongCrcs = Mapping[PurePosixPath, Sequence[tuple[str, str | None]]]
 """File -> name and storage key (or None) of each record whose bytes do not have their CRC."""
 
@@ -139,17 +151,12 @@ _AT_ONCE = 1 << 30
 
 
 def _wrong_crcs(
-    root: AnyPath,
-    files: Mapping[PurePosixPath, TorchFile],
-    left: list[LeftRecord] | None,
-    *,
-    data: bool,
-    progress: Progress | None,
-    executor: Executor,
+    root: AnyPath, files: Mapping[PurePosixPath, TorchFile], reading: Reading
 ) -> WrongCrcs:
     """Compare the CRC of the records of these files: with ``data`` of every record, which a team
     shares.
     """
+    data, progress, left, executor = reading
     if not data:
         return {
             path: _read_crcs(root / path, file, slice(None), data, progress)
@@ -318,34 +325,21 @@ def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
 
 
 def diagnose_deepspeed(
-    folder: CheckpointFolder,
-    *,
-    data: bool,
-    progress: Progress | None,
-    left: list[LeftRecord] | None = None,
-    executor: Executor = THREADS,
+    folder: CheckpointFolder, reading: Reading = HEADERS
 ) -> tuple[DeepSpeedState, ...]:
-    """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every
-    record, but for those that go to ``left`` (``LeftRecord``).
+    """Diagnose each DeepSpeed checkpoint of a scanned folder.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
     if folder.only is not None:
         return ()
     return tuple(
-        _state(folder, where, index, data, progress, left, executor)
-        for index, where in deepspeed_folders(folder)
+        _state(folder, where, index, reading) for index, where in deepspeed_folders(folder)
     )
 
 
 def _state(
-    folder: CheckpointFolder,
-    where: PurePosixPath,
-    index: int,
-    data: bool,
-    progress: Progress | None,
-    left: list[LeftRecord] | None,
-    executor: Executor,
+    folder: CheckpointFolder, where: PurePosixPath, index: int, reading: Reading
 ) -> DeepSpeedState:
     # The files of the folder itself are checked with the others of it.
     of_rank = deepspeed_paths if where.parts else universal_paths
@@ -359,14 +353,12 @@ def _state(
     files = size = 0
     ranks: int | None = None
     crcs = None
-    if data and executor.has_units and left is None:
-        crcs = _crcs_of_ranks(folder.root, paths, progress, executor)
+    if reading.data and reading.executor.has_units and reading.left is None:
+        crcs = _crcs_of_ranks(folder.root, paths, reading.progress, reading.executor)
     for path in paths:  # one by one: a thousand ranks have many names
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components
-        findings += diagnose_files(
-            scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs, left=left
-        )
+        findings += diagnose_files(scanned, reading, crcs=crcs)
         for one in of_root:
             files, size = files + 1, size + one.size
             identities[path] = one.fingerprint

@@ -38,6 +38,7 @@ from ckptfix.diagnosis.check import (
 from ckptfix.diagnosis.check_report import GENERIC, CheckReport
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.diagnose import diagnose
+from ckptfix.diagnosis.file_damage import Reading
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
@@ -442,7 +443,13 @@ def _plan(
         if (bare is None or output is not None) and not has_journal:
             ensure_checkpoint(folder, "repair")
         case = diagnose(
-            Case(folder, prove=True, drops=policy.drops, neighbours=neighbours, progress=progress)
+            Case(
+                folder,
+                Reading(progress=progress),
+                prove=True,
+                drops=policy.drops,
+                neighbours=neighbours,
+            )
         )
         if case.unfinished:
             raise OperationError(

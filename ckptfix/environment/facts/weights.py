@@ -59,7 +59,7 @@ def read_folder(path: str) -> Folder:
     with paused_gc():
         folder = scan_folder(target.root, target.only)
         ensure_checkpoint(folder)
-        found = diagnose_files(folder, data=False, progress=None, explained=frozenset())
+        found = diagnose_files(folder)
     weights = None
     with suppress(CkptfixError, OSError):  # a finding of ``check``, and ``unread`` here
         weights = next(iter(open_checkpoint(target.path).weights), None)
