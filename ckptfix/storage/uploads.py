@@ -330,18 +330,11 @@ def send(
     return sent
 
 
-def finish_upload(
-    place: Store,
-    plan: UploadPlan,
-    sent: Mapping[str, Uploaded],
-    *,
-    keep: Callable[[], object] | None = None,
-) -> None:
+def finish_upload(place: Store, plan: UploadPlan, sent: Mapping[str, Uploaded]) -> None:
     """Compare what was sent with what is there, give it its names, delete what is stale, and write
     the commit marker.
 
-    ``keep`` is called before the first old object goes; what it raises leaves all of them. Raises
-    StoreError, ChangedError, OperationError: then the marker is not written.
+    Raises StoreError, ChangedError, OperationError: then the marker is not written.
     """
     lacking = plan.files.keys() - sent.keys()
     if lacking:
@@ -349,9 +342,6 @@ def finish_upload(
     _compare(place, {plan.key(name): one for name, one in sent.items()})
     if not plan.is_direct:
         _ensure_as_seen(place, plan)
-    if keep is not None:
-        keep()
-    if not plan.is_direct:
         _say_begun(place, plan)
         sent = _give_names(place, plan, sent)
     for name in plan.stale:
@@ -378,29 +368,22 @@ def upload_folder(
     folder: Path,
     *,
     stale: Collection[str] = (),
-    keep: Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Upload a complete folder, its marker last. Raises OperationError."""
     files = staged_files(folder)
     if not place.abilities.in_place:
-        _upload_at_once(place, folder, files, stale, keep)
+        _upload_at_once(place, folder, files, stale)
         return
     plan = begin_upload(place, files, stale)
-    finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
+    finish_upload(place, plan, send(place, plan, folder, files, progress))
 
 
 def _upload_at_once(
-    place: Store,
-    folder: Path,
-    files: Mapping[str, int],
-    stale: Collection[str],
-    keep: Callable[[], object] | None,
+    place: Store, folder: Path, files: Mapping[str, int], stale: Collection[str]
 ) -> None:
-    """Upload a complete folder with its records as one commit. ``keep``: as of ``finish_upload``."""
+    """Upload a complete folder with its records as one commit."""
     plan = _planned(place, files, stale)
-    if keep is not None:
-        keep()
 
     def records(facts: Mapping[str, tuple[ObjectInfo, str]]) -> dict[str, bytes]:
         sent = {

@@ -26,7 +26,7 @@ from ckptfix.storage.markers import (
 )
 from ckptfix.storage.parallel import Stopped
 from ckptfix.storage.paths import COMMITTED, MANIFEST
-from ckptfix.storage.stores import Store, open_store
+from ckptfix.storage.stores import ObjectInfo, Store, open_store
 from ckptfix.storage.uploads import (
     MountedFolder,
     UploadPlan,
@@ -367,18 +367,26 @@ def sent_over_another(
 @pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors", "below/x.bin"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_somebody_writes_during_an_overwrite_is_not_lost(
-    tmp_path: Path, cloud: Cloud, name: str, is_late: bool
+    tmp_path: Path, cloud: Cloud, name: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replaced, deleted, or new: an upload of terabytes takes hours, in which others write."""
     place, plan, sent = sent_over_another(tmp_path, cloud)
+    put = place.put
 
     def write() -> None:
         cloud.write(f"run/checkpoint_7/{name}", b"of somebody")
 
-    if not is_late:
+    def write_first(key: str, *args: Any, **kwargs: Any) -> ObjectInfo:
+        if key == UPLOAD:
+            write()
+        return put(key, *args, **kwargs)
+
+    if is_late:
+        monkeypatch.setattr(place, "put", write_first)
+    else:
         write()
     with pytest.raises(ChangedError, match=f"{name}: another program wrote this object"):
-        finish_upload(place, plan, sent, keep=write if is_late else None)
+        finish_upload(place, plan, sent)
     assert contents(place)[name] == b"of somebody"
     assert is_committed(place) is not is_late
     if not is_late:
