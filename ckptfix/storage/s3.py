@@ -500,9 +500,8 @@ class S3Store(Store):
             return Temporary(f"{status} {code}")
         if code in ("404", "NoSuchKey", "NotFound"):
             return FileNotFoundError(code)
-        known = _SAME.get(code, code)
-        advice = _ADVICE.get(known) or ("AccessDenied" if status in (401, 403) else "")
-        advice = advice.format(action=error.operation_name)
+        unknown = _ADVICE["AccessDenied"] if status in (401, 403) else ""
+        advice = _ADVICE.get(_SAME.get(code, code), unknown).format(action=error.operation_name)
         return StoreError(f"{code}: {advice or f'{said}; next: ckptfix help stores'}")
 
 

@@ -23,8 +23,9 @@ from tests.stores.servers import (
     moto,
     moto_process,
 )
+from tests.stores.simulated_s3 import Cloud, cloud, open_simulated, refusal
 
-__all__ = ["bucket", "ministack", "ministack_process", "moto", "moto_process"]
+__all__ = ["bucket", "cloud", "ministack", "ministack_process", "moto", "moto_process"]
 
 
 @pytest.fixture(params=["memory", "ministack", "moto"])
@@ -235,6 +236,23 @@ def test_a_listing_goes_on_over_its_pages(moto: Server, monkeypatch: pytest.Monk
 def test_a_missing_bucket_is_named(ministack: Server) -> None:
     with pytest.raises(UsageError, match=r"s3://no-such-bucket-here does not exist"):
         open_store("s3://no-such-bucket-here/x").list()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_with_an_unknown_code_is_one_of_the_credential(cloud: Cloud, status: int) -> None:
+    """Servers other than Amazon's have codes of their own."""
+    store = open_simulated(cloud, "s3://bucket/run")
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        raise refusal(status, "Unauthorized", "ListObjectsV2")
+
+    cloud.strike = strike
+    words = (
+        r"run: Unauthorized: this credential is not allowed to do this \(ListObjectsV2\); "
+        "next: aws sts get-caller-identity"
+    )
+    with pytest.raises(StoreError, match=words):
+        store.list()
 
 
 def test_an_address_in_the_place_of_a_bucket_is_named(
