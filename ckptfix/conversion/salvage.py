@@ -34,7 +34,7 @@ from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.atomic import create_file, sync_tree
+from ckptfix.storage.atomic import create_file, sync_tree, umask
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
@@ -260,7 +260,7 @@ def write_salvage(
                 file.sources,
                 progress=progress,
             )
-            os.chmod(staging.new / file.output.path, 0o666 & ~_umask())
+            os.chmod(staging.new / file.output.path, 0o666 & ~umask())
             (weights,) = open_checkpoint(staging.new / file.output.path).weights
             prove_model(
                 f"{output}: {file.output.path}",
@@ -272,16 +272,9 @@ def write_salvage(
             )
         document = json.dumps({"version": _VERSION, **receipt.as_json()}, indent=1) + "\n"
         create_file(staging.new / REPORT, document.encode())
-        os.chmod(staging.new, 0o777 & ~_umask())
+        os.chmod(staging.new, 0o777 & ~umask())
         sync_tree(staging.new)
         put_in_place(staging)
-
-
-def _umask() -> int:
-    """Return the umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 _NO_CHECKSUMS = (

@@ -102,6 +102,18 @@ def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> N
         os.close(fd)
 
 
+def umask() -> int:
+    """Return the permissions that new files of this process lack."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    # No such line in some sandboxes. This changes the mask of all threads for a moment.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def read_file(path: AnyPath) -> bytes:
     """Return the bytes of ``path``. Raises OSError when it is a symbolic link or a special file."""
     if isinstance(path, StorePath):

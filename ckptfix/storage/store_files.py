@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptfix.errors import (
@@ -24,6 +24,7 @@ from ckptfix.errors import (
     UsageError,
 )
 from ckptfix.storage import staged
+from ckptfix.storage.atomic import umask
 from ckptfix.storage.files import FileReader, Prefix, Shown, StorePath, Unheld
 from ckptfix.storage.listings import Listing
 from ckptfix.storage.parallel import Progress, waiting
@@ -87,7 +88,7 @@ class StoreFiles:
         self.cache: _Cache = whole.cache if whole is not None else _Cache()
         self.lock = threading.Lock()
         self.is_closed = False
-        self.umask: int = whole.umask if whole is not None else _umask()
+        self.umask: int = whole.umask if whole is not None else umask()
         self._shown: dict[str, Shown] = {}
         self._store_of_shown: Store | None = None
 
@@ -249,17 +250,6 @@ class StoreFiles:
 
         together(range(len(ranges)), take)
         return data
-
-
-def _umask() -> int:
-    """Return the permissions that new files of this process lack; to set it would change that of
-    all threads for a moment.
-    """
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
 
 
 def open_prefix(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.storage.atomic import create_file, sync_file, sync_folder, write_all
+from ckptfix.storage.atomic import create_file, sync_file, sync_folder, umask, write_all
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -57,3 +57,16 @@ def test_an_error_of_the_disk_has_a_path(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match=r"Input/output error: '.*/y'"):
         create_file(tmp_path / "y", b"1")
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_the_umask_is_read_and_kept(monkeypatch: pytest.MonkeyPatch, has_proc: bool) -> None:
+    """Some sandboxes have no line about it."""
+    if not has_proc:
+        monkeypatch.setattr(Path, "read_text", lambda path: "Name:\tpython\n")
+    before = os.umask(0o027)
+    try:
+        assert umask() == 0o027
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
