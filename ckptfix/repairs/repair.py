@@ -192,11 +192,12 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
     ``missing``: the findings about files that the checkpoints next to it have. ``draft``: the state
-    that was planned for, with the steps. ``pending``: the findings about an interrupted run, which
-    ``execute`` rolls back first, or in a store finishes. ``recovered``: one was rolled back before
-    planning, or in a store ``finished``. ``has_locked``: that was under the lock. ``output``: the
-    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in
-    words. ``opened``: closed by ``execute``, where the plan was made for a URL.
+    that was planned for, with the steps. ``shares_blocks``: new files share the blocks of the old
+    ones. ``pending``: the findings about an interrupted run, which ``execute`` rolls back first, or
+    in a store finishes. ``recovered``: one was rolled back before planning, or in a store
+    ``finished``. ``has_locked``: that was under the lock. ``output``: the folder for a repaired
+    copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words. ``opened``: closed
+    by ``execute``, where the plan was made for a URL.
     """
 
     target: Target
@@ -205,6 +206,7 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
     missing: tuple[Finding, ...]
     draft: Draft
     compiled: Compiled
+    shares_blocks: bool
     pending: tuple[Finding, ...]
     recovered: bool
     finished: bool = False
@@ -367,17 +369,13 @@ class RepairPlan(Printable, Struct, frozen=True, kw_only=True):
         """Do the edits of the steps and of the manifest."""
         root = self.target.root
         compiled = self.compiled
-        in_store = isinstance(root, StorePath)
-        shares_blocks = bool(compiled.edits) and not in_store and supports_reflink(on_disk(root))
-        if shares_blocks and not self.policy.atomic:
-            compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
             return self._receipt(self.draft.case)
         edits = (*compiled.edits, *self._manifest_edits(compiled))
-        if in_store:
+        if isinstance(root, StorePath):
             _ensure_uploaded(self.target)
         else:
-            _check_space(root, edits, shares_blocks)
+            _check_space(root, edits, self.shares_blocks)
         with _undisturbed(self.path):
             ensure_unchanged(root, self.draft.case.scanned)
         after = self.draft.case
@@ -465,9 +463,11 @@ def _plan(
         with unchanged(target.root, case.scanned):
             draft = make_plan(case, policy)
             # No object can be changed in place.
-            compiled = compile_plan(
-                draft, new_files=policy.atomic or store_of(target.root) is not None
+            in_store = store_of(target.root) is not None
+            shares_blocks = (
+                bool(draft.steps) and not in_store and supports_reflink(on_disk(target.root))
             )
+            compiled = compile_plan(draft, new_files=policy.atomic or in_store or shares_blocks)
         return RepairPlan(
             target=target,
             policy=policy,
@@ -475,6 +475,7 @@ def _plan(
             missing=missing_here(target, case) if bare is None else (),
             draft=draft,
             compiled=compiled,
+            shares_blocks=shares_blocks,
             pending=interrupted(target),
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
