@@ -14,8 +14,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ckptfix.errors import FileChangedError, FormatError
 from ckptfix.storage.executor import THREADS, Done, Executor
@@ -288,17 +289,25 @@ _ENDS = 1 << 16
 _PAGES = 24
 
 
-class Fingerprint(Struct, frozen=True, kw_only=True):
+_MOST = (1 << 63) - 1
+Time = Annotated[int, Meta(ge=-_MOST, le=_MOST)]
+"""Nanoseconds since 1970, as a journal has them."""
+
+Sha256 = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+"""A sha256 in hexadecimal, or the "" of what has none."""
+
+
+class Fingerprint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fingerprint of a file, link or folder (``kind``).
 
     ``sha256`` is over the first and last 64 KiB of a file, or over where a link points;
     ``mtime_ns`` is in nanoseconds since 1970.
     """
 
-    kind: str
-    size: int
-    mtime_ns: int
-    sha256: str
+    kind: Literal["file", "link", "folder"]
+    size: Annotated[int, Meta(ge=0, le=_MOST)]
+    mtime_ns: Time
+    sha256: Sha256
 
     def same_content(self, other: "Fingerprint | None") -> bool:
         """Return True when only the time may differ, and the bytes between the ends."""

@@ -19,20 +19,19 @@ ends, so that a newer save differs from a copy whose time alone is new.
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, convert, to_builtins
 from typing_extensions import assert_never
 
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
-from ckptfix.storage.comparing import Fingerprint
+from ckptfix.storage.comparing import Fingerprint, Sha256, Time
 from ckptfix.storage.edits import (
     Appended,
     Move,
@@ -52,7 +51,11 @@ from ckptfix.wording import moment
 _BITS = 0o1777
 
 
-class Metadata(Struct, frozen=True, kw_only=True):
+_Owner = Annotated[int, Meta(ge=-1, le=(1 << 32) - 2)]
+"""The number of a user or group, -1 for any."""
+
+
+class Metadata(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo with
     the bytes.
 
@@ -60,10 +63,10 @@ class Metadata(Struct, frozen=True, kw_only=True):
     root.
     """
 
-    mode: int
-    uid: int
-    gid: int
-    mtime_ns: int
+    mode: Annotated[int, Meta(ge=0, le=_BITS)]
+    uid: _Owner
+    gid: _Owner
+    mtime_ns: Time
 
     @staticmethod
     def of(status: os.stat_result) -> "Metadata":
@@ -94,7 +97,6 @@ class Metadata(Struct, frozen=True, kw_only=True):
 
 
 LARGEST = (1 << 63) - 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @contextmanager
@@ -132,10 +134,10 @@ def _advice(file: Path) -> str:
     return forget(file.parent.parent.parent)
 
 
-def whole(value: object, most: int = LARGEST, least: int = 0) -> int:
+def whole(value: object, most: int = LARGEST) -> int:
     """Return a whole number within bounds. Raises ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a whole number from 0 to {most}")
     return value
 
 
@@ -160,42 +162,13 @@ def path_of(value: object) -> PurePosixPath:
     return path
 
 
-def fingerprint_of(value: Any, *kinds: str) -> Fingerprint | None:
-    """Return a fingerprint of one of these kinds, None for null. Raises ValueError, TypeError."""
-    if value is None:
-        return None
-    found = Fingerprint(**value)
-    if found.kind not in kinds:
-        raise ValueError(f"{found.kind!r:.40} is not one of {', '.join(kinds)}")
-    whole(found.size)
-    whole(found.mtime_ns, least=-LARGEST)
-    if found.kind != "folder":
-        sha256_of(found.sha256)
-    return found
-
-
-def metadata_of(value: Any) -> Metadata | None:
-    """Return metadata, None for null. Raises ValueError, TypeError."""
-    if value is None:
-        return None
-    found = Metadata(**value)
-    whole(found.mode, 0o1777)
-    owner_number(found.uid)
-    owner_number(found.gid)
-    whole(found.mtime_ns, least=-LARGEST)
-    return found
-
-
-def owner_number(value: object) -> int:
-    """Return the number of a user or group, -1 for any. Raises ValueError."""
-    return whole(value, (1 << 32) - 2, -1)
-
-
-def sha256_of(value: object) -> str:
-    """Return a sha256 in hexadecimal. Raises ValueError."""
-    if not _SHA256.fullmatch(text(value)):
-        raise ValueError(f"{value!r:.40} is not a sha256")
-    return text(value)
+def _of_kinds(fingerprint: Fingerprint | None, *kinds: str) -> Fingerprint | None:
+    """Return a fingerprint, which must be one of these kinds. Raises ValueError."""
+    if fingerprint is not None and fingerprint.kind not in kinds:
+        raise ValueError(f"{fingerprint.kind!r} is not one of {', '.join(kinds)}")
+    if fingerprint is not None and fingerprint.kind != "folder" and not fingerprint.sha256:
+        raise ValueError(f"a {fingerprint.kind} without a sha256")
+    return fingerprint
 
 
 VERSION = 1
@@ -359,14 +332,15 @@ def _decode_previous(previous: Any, take: Callable[[object], bytes]) -> Recipe |
         number, offset, length = piece
         return Range(paths[whole(number)], whole(offset), whole(length))
 
-    digests = [sha256_of(digest) for digest in previous.get("digests", [])]
-    if len(digests) not in (0, len(paths)):
-        raise ValueError(f"a recipe lists {len(paths)} files but {len(digests)} digests")
+    digests = convert(previous.get("digests", []), list[Sha256])
+    if len(digests) not in (0, len(paths)) or not all(digests):
+        count = sum(map(bool, digests))
+        raise ValueError(f"a recipe lists {len(paths)} files but {count} digests")
     return Recipe(
         pieces=tuple(decode_piece(piece) for piece in previous["pieces"]),
         mode=whole(previous["mode"], 0o7777),
-        uid=owner_number(previous["uid"]),
-        gid=owner_number(previous["gid"]),
+        uid=convert(previous["uid"], _Owner),
+        gid=convert(previous["gid"], _Owner),
         digests=tuple(sorted(zip(paths, digests, strict=False))),
     )
 
@@ -467,7 +441,7 @@ _AFTER = "after.json"
 _SAMPLES = "samples.json"
 
 
-class Note(Struct, frozen=True, kw_only=True):
+class Note(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """State of the files when an edit begins.
 
     ``old`` and ``metadata``: of the file that the edit changes, removes or moves; ``new``: the new
@@ -478,8 +452,8 @@ class Note(Struct, frozen=True, kw_only=True):
     old: Fingerprint | None = None
     metadata: Metadata | None = None
     new: Fingerprint | None = None
-    digest: str = ""
-    tail: str = ""
+    digest: Sha256 = ""
+    tail: Sha256 = ""
 
 
 def start_notes(folder: Path) -> None:
@@ -559,20 +533,11 @@ def _is_note_of(edit: Record, note: Note) -> bool:
     )
 
 
-def _note(fields: Any) -> Note:
-    note = Note(**fields)
-    return Note(
-        old=fingerprint_of(note.old, "file", "link"),
-        metadata=metadata_of(note.metadata),
-        new=fingerprint_of(note.new, "file"),
-        digest=_digest_or_none(note.digest),
-        tail=_digest_or_none(note.tail),
-    )
-
-
-def _digest_or_none(value: object) -> str:
-    """Return a sha256 in hexadecimal, or the "" of a file without one. Raises ValueError."""
-    return "" if value == "" else sha256_of(value)
+def _note(fields: object) -> Note:
+    note = convert(fields, Note)
+    _of_kinds(note.old, "file", "link")
+    _of_kinds(note.new, "file")
+    return note
 
 
 def write_after(
@@ -594,10 +559,10 @@ def read_after(
 ) -> dict[PurePosixPath, Fingerprint | None]:
     """Read the fingerprints that ``write_after`` wrote for these paths. Raises JournalError."""
     with journal_errors(folder / _AFTER):
-        body = json.loads(read_file(folder / _AFTER))
+        body = convert(json.loads(read_file(folder / _AFTER)), dict[str, Fingerprint | None])
         after = {
-            path_of(path): fingerprint_of(value, "file", "link", "folder")
-            for path, value in body.items()
+            path_of(path): _of_kinds(fingerprint, "file", "link", "folder")
+            for path, fingerprint in body.items()
         }
         if set(after) != set(watched):
             raise damaged(folder / _AFTER, "the plan: it lists different files")
@@ -609,5 +574,5 @@ def read_samples(folder: Path) -> dict[PurePosixPath, str]:
     if not os.path.lexists(folder / _SAMPLES):
         return {}
     with journal_errors(folder / _SAMPLES):
-        body = json.loads(read_file(folder / _SAMPLES))
-        return {path_of(path): _digest_or_none(digest) for path, digest in body.items()}
+        body = convert(json.loads(read_file(folder / _SAMPLES)), dict[str, Sha256])
+        return {path_of(path): digest for path, digest in body.items()}
