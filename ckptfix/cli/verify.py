@@ -21,6 +21,7 @@ from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import StorePath, is_url
 from ckptfix.storage.opened import errors_with_place, open_files, with_place
 from ckptfix.storage.paths import shell_path
+from ckptfix.storage.staged import staging_folder
 from ckptfix.wording import Line, human_size, line
 
 if TYPE_CHECKING:
@@ -50,18 +51,17 @@ def reload(
         ensure_writable(report, html, (path,))
     if is_url(path):  # safetensors and torch open files by themselves
         with open_files(path) as place:
-            from tempfile import gettempdir
-
-            from ckptfix.storage.store_files import downloaded, nbytes_at
+            from ckptfix.training.loading.fetching import as_listed, copied
 
             assert isinstance(place, StorePath)
+            remote = as_listed(place)
             report.message(
-                f"{path}: downloading {human_size(nbytes_at(place))} to {gettempdir()} for the "
+                f"{path}: downloading {human_size(remote.nbytes)} to {staging_folder()} for the "
                 "reload"
             )
             with (
                 report.progress(f"downloading {path}") as progress,
-                downloaded(place, progress=progress) as copy,
+                copied(remote, progress) as copy,
                 errors_with_place(copy, place),
             ):
                 return reload(

@@ -7,30 +7,25 @@ asked for.
 
 import hashlib
 import os
-import shutil
-import tempfile
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from ckptfix.errors import (
     ChangedError,
     CkptfixError,
     ClosedError,
-    OperationError,
     StoreError,
     UsageError,
 )
-from ckptfix.storage import staged
 from ckptfix.storage.atomic import umask
-from ckptfix.storage.files import FileReader, Prefix, Shown, StorePath, Unheld
+from ckptfix.storage.files import FileReader, Shown, StorePath, Unheld
 from ckptfix.storage.listings import Listing
-from ckptfix.storage.parallel import Progress, waiting
+from ckptfix.storage.parallel import waiting
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, open_store, together
-from ckptfix.wording import count_of, escape, human_size, list_names
+from ckptfix.wording import count_of, escape, list_names
 
 _BLOCK = 16 << 10
 """Bytes that the cache holds as one: samples of tensors are single pages, far from each other."""
@@ -296,73 +291,6 @@ def _listed_for_one(folder: Store) -> dict[str, ObjectInfo]:
     journal.
     """
     return folder.children()[0] | folder.list(JOURNAL)
-
-
-def nbytes_at(path: StorePath) -> int:
-    """Return the size of all objects at or below a path."""
-    if path.info is not None:
-        return path.info.size
-    return sum(info.size for info in path.files.objects_below(path.key or "").values())
-
-
-@contextmanager
-def downloaded(path: StorePath, *, progress: Progress | None = None) -> Iterator[Path]:
-    """Download all objects at or below a path, and yield the path of the copies, which go at the
-    end.
-
-    For libraries that open files by themselves. Raises OperationError where there is no room for
-    them.
-    """
-    files, key = path.files, path.key or ""
-    keys = (
-        [key]
-        if path.is_file()
-        else [f"{key}/{name}".lstrip("/") for name in files.objects_below(key)]
-    )
-    total = nbytes_at(path)
-    parent = Path(tempfile.gettempdir())
-    free = shutil.disk_usage(parent).free
-    if total > free:
-        raise OperationError(
-            f"{path}: the download needs {human_size(total)} of free space, but only "
-            f"{human_size(free)} is free in {parent}; next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
-        )
-    # A process that was killed must not leave terabytes there.
-    staged.sweep(parent)
-    folder = parent / staged.temporary_name(Path("copies"))
-    folder.mkdir(mode=0o700)
-    try:
-        root = folder / StorePath(files, files.url).name
-        for each in keys:
-            (root / each).parent.mkdir(parents=True, exist_ok=True)
-            _download(files, each, root / each, progress)
-        yield root / key
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        staged.release(folder)
-
-
-def _download(files: Prefix, key: str, target: Path, progress: Progress | None) -> None:
-    """Write the bytes of an object to a new file. Raises ChangedError when it is another one than
-    was listed.
-    """
-    info = files.info(key)
-    assert info is not None
-    lock = threading.Lock()
-    with target.open("xb") as file:
-        file.truncate(info.size)
-
-        def take(offset: int) -> None:
-            data = files.store.read(
-                key, offset, min(RANGE, info.size - offset), etag=info.etag or None
-            )
-            os.pwrite(file.fileno(), data, offset)
-            if progress is not None:
-                with lock:
-                    progress(len(data))
-
-        together(range(0, info.size, RANGE), take, 16)
-    os.utime(target, ns=(info.modified_ns, info.modified_ns))
 
 
 class ObjectReader(FileReader, frozen=True):

@@ -12,15 +12,19 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 
-from ckptfix.errors import ChangedError, OperationError, UsageError
+from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.storage.atomic import read_file
+from ckptfix.storage.files import StorePath
 from ckptfix.storage.markers import UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
 from ckptfix.storage.object_journal import is_replacing
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import COMMITTED, JOURNAL, shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
 from ckptfix.storage.stores import ObjectInfo, Store, is_url, open_store, together
@@ -41,17 +45,19 @@ never loaded.
 _log = logging.getLogger("ckptfix")
 
 
-class _Remote(Struct, frozen=True):
+class Remote(Struct, frozen=True):
     """A checkpoint, or one file, in a store: its objects, and what the commit marker says of
-    them.
+    them. ``only``: the one file, where the objects are those of its folder.
     """
 
     store: Store
     objects: Mapping[str, ObjectInfo]
     committed: Mapping[str, Uploaded]
+    only: str = ""
 
     @property
     def nbytes(self) -> int:
+        """The size of all objects."""
         return sum(info.size for info in self.objects.values())
 
     @property
@@ -77,7 +83,7 @@ def fetched(path: str | os.PathLike[str], ranks: Ranks | None = None) -> Iterato
     with ExitStack() as stack:
         root, error = Path(), None
         try:
-            root = stack.enter_context(_fetched(str(path)))
+            root = stack.enter_context(copied(_look(str(path).rstrip("/"))))
         except Exception as raised:
             error = raised
         ranks.agree(error, f"fetching {path}")
@@ -85,11 +91,26 @@ def fetched(path: str | os.PathLike[str], ranks: Ranks | None = None) -> Iterato
         ranks.wait()  # a copy stays until every process of its machine has read it
 
 
+def as_listed(place: StorePath) -> Remote:
+    """Return all objects of a URL that was opened, of a complete checkpoint or not."""
+    files = place.files
+    if place.key and place.info is not None:
+        return Remote(files.store, {place.key: place.info}, {}, place.key)
+    committed: Mapping[str, Uploaded] = {}
+    # A damaged marker proves nothing: ``check`` reports it.
+    with suppress(FormatError, FileNotFoundError):
+        committed = parse_commit(read_file(place / COMMITTED)).objects
+    return Remote(files.store, files.objects_below(""), committed)
+
+
 @contextmanager
-def _fetched(path: str) -> Iterator[Path]:
-    remote = _look(path.rstrip("/"))
+def copied(remote: Remote, progress: Progress | None = None) -> Iterator[Path]:
+    """Yield the path of a copy on this disk, which goes when no process of the machine uses it.
+
+    Raises OperationError, ChangedError, OSError.
+    """
     folder = _own_folder() / remote.identity
-    complete = folder / _COMPLETE
+    complete, target = folder / _COMPLETE, folder / PurePosixPath(remote.store.url).name
     _sweep(folder)
     with _lock_of(folder) as lock:
         try:
@@ -100,17 +121,13 @@ def _fetched(path: str) -> Iterator[Path]:
                 if _is_alone(lock) and not complete.exists():
                     _remove(folder)
                     folder.mkdir(mode=0o700, exist_ok=True)
-                    _fetch(remote, folder / _name(remote))
+                    _fetch(remote, target, progress)
                     complete.touch()
                 fcntl.flock(lock, fcntl.LOCK_SH)
-            yield folder / _name(remote)
+            yield target / remote.only
         finally:
             if _is_alone(lock):
                 _remove(folder)
-
-
-def _name(remote: _Remote) -> str:
-    return PurePosixPath(remote.store.url).name
 
 
 @contextmanager
@@ -171,12 +188,12 @@ def _own_folder() -> Path:
     return folder
 
 
-def _look(url: str) -> _Remote:
+def _look(url: str) -> Remote:
     """Return what a URL holds. Raises UsageError when its records say that it is not complete."""
     store = open_store(url)
     objects = store.list()
     if not objects and (one := store.stat("")) is not None:
-        return _Remote(store, {"": one}, {})
+        return Remote(store, {"": one}, {})
     if not objects:
         raise UsageError(
             f"{store.name()} contains no objects; next: ckptfix check -r {os.path.dirname(url)}"
@@ -206,14 +223,14 @@ def _look(url: str) -> _Remote:
             f"objects are changed; next: ckptfix repair {shell_path(url)}"
         )
     needed = {key: info for key, info in objects.items() if not _OF_A_CHANGE.match(key)}
-    return _Remote(store, needed, {} if commit is None else commit.objects)
+    return Remote(store, needed, {} if commit is None else commit.objects)
 
 
 def _whole(store: Store, key: str, info: ObjectInfo) -> bytes:
     return store.read(key, 0, info.size, etag=info.etag or None)
 
 
-def _fetch(remote: _Remote, target: Path) -> None:
+def _fetch(remote: Remote, target: Path, progress: Progress | None) -> None:
     """Fetch all objects into a folder, or the one object into a file. Raises OperationError,
     ChangedError, OSError.
     """
@@ -235,6 +252,8 @@ def _fetch(remote: _Remote, target: Path) -> None:
             (key, begin, min(_RANGE, info.size - begin)) for begin in range(0, info.size, _RANGE)
         )
 
+    lock = threading.Lock()
+
     def one(part: tuple[str, int, int]) -> None:
         key, begin, length = part
         data = store.read(key, begin, length, etag=remote.objects[key].etag or None)
@@ -245,6 +264,9 @@ def _fetch(remote: _Remote, target: Path) -> None:
                 done += os.pwrite(fd, memoryview(data)[done:], begin + done)
         finally:
             os.close(fd)
+        if progress is not None:
+            with lock:
+                progress(length)
 
     together(ranges, one, _AT_ONCE)
     together(
@@ -252,9 +274,11 @@ def _fetch(remote: _Remote, target: Path) -> None:
         lambda key: _compare(remote, key, target),
         4,
     )
+    for key, info in remote.objects.items():
+        os.utime(target / key if key else target, ns=(info.modified_ns, info.modified_ns))
 
 
-def _compare(remote: _Remote, key: str, target: Path) -> None:
+def _compare(remote: Remote, key: str, target: Path) -> None:
     """Raise ChangedError when a file that nobody changed since its upload, by its ETag, has other
     bytes than then.
     """
