@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix import UsageError, latest_checkpoint, repair, undo
-from ckptfix.errors import ChangedError
+from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage import object_copies, store_files, stores, uploads
 from ckptfix.training.loading import fetching
 from ckptfix.training.loading.fetching import fetched
@@ -240,3 +240,18 @@ def test_a_fetch_that_fails_leaves_no_part_and_the_next_one_begins_anew(
     assert not copies_in(tmp_path)
     with fetched(URL) as copy:
         assert (copy / "model.safetensors").exists()
+
+
+def test_the_marker_of_a_folder_is_left_out(bucket: Cloud) -> None:
+    """The console of S3 makes such an object of no bytes, and many tools do."""
+    put(bucket, STUDENT_AND_TEACHER)
+    bucket.write("run/checkpoint_7/logs/", b"")
+    with fetched(URL) as copy:
+        assert not (copy / "logs").exists()
+        assert (copy / "model.safetensors").exists()
+    bucket.write("run/checkpoint_7/logs//x", b"bytes")
+    with (
+        pytest.raises(OperationError, match=r"logs//x: not a valid file name .*empty name"),
+        fetched(URL),
+    ):
+        pass

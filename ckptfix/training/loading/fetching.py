@@ -22,6 +22,7 @@ from msgspec import Struct
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.files import StorePath
+from ckptfix.storage.listings import Listing
 from ckptfix.storage.markers import UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
 from ckptfix.storage.object_journal import is_replacing
 from ckptfix.storage.parallel import Progress
@@ -191,21 +192,20 @@ def _own_folder() -> Path:
 def _look(url: str) -> Remote:
     """Return what a URL holds. Raises UsageError when its records say that it is not complete."""
     store = open_store(url)
-    objects = store.list()
+    listing = Listing(store.list().items(), len(os.fsencode(store.url)))
+    objects = dict(listing)
     if not objects and (one := store.stat("")) is not None:
         return Remote(store, {"": one}, {})
     if not objects:
         raise UsageError(
             f"{store.name()} contains no objects; next: ckptfix check -r {os.path.dirname(url)}"
         )
-    for key in objects:
-        parts = key.split("/")
-        if (
-            not set(parts).isdisjoint({"", ".", ".."})
-            or "\0" in key
-            or max(map(len, map(os.fsencode, parts))) > 255
-        ):
-            raise OperationError(f"{store.name(key)}: not a valid file name; nothing was fetched")
+    for key, misfit in listing.misfits.items():
+        # Many tools mark a folder by an object of no bytes.
+        if misfit.info.size:
+            raise OperationError(
+                f"{store.name(key)}: not a valid file name ({misfit.why}); nothing was fetched"
+            )
     commit = None
     if COMMITTED in objects:
         commit = parse_commit(_whole(store, COMMITTED, objects[COMMITTED]))
