@@ -76,16 +76,16 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
     """
     match edit:
         case Patch():
-            with opened(work.at(edit.path), os.O_RDONLY) as fd:
+            with _opened_to_write(work.at(edit.path)) as fd:
                 note = _note_of_open(fd, edit.path)
                 _check_patched(fd, edit)
             return note
         case Append():
-            with opened(work.at(edit.path), os.O_RDONLY) as fd:
+            with _opened_to_write(work.at(edit.path)) as fd:
                 _check_size(fd, edit.path, edit.old_size)
                 return _note_of_open(fd, edit.path)
         case Truncate():
-            with opened(work.at(edit.path), os.O_RDONLY) as fd:
+            with _opened_to_write(work.at(edit.path)) as fd:
                 _check_size(fd, edit.path, edit.old_size)
                 note = _note_of_open(fd, edit.path)
                 tail = _copy_tail(
@@ -107,6 +107,23 @@ def prepare(work: Workspace, index: int, edit: Edit) -> Note:
             return note
         case _:
             assert_never(edit)
+
+
+@contextmanager
+def _opened_to_write(path: Path) -> Iterator[int]:
+    """Yield a file that is changed in place later.
+
+    In a folder that everyone may write to, a file of somebody else was refused when it was written
+    to, and again in each rollback.
+    """
+    try:
+        with opened(path, os.O_RDWR) as fd:
+            yield fd
+    except PermissionError:
+        raise OperationError(
+            f"{path}: cannot be written: permission denied; next: run this as the owner of the "
+            "file, or with --atomic, which replaces it with a new file"
+        ) from None
 
 
 def act(work: Workspace, index: int, edit: Edit, note: Note) -> None:

@@ -15,9 +15,11 @@ from ckptfix.cli import run
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage import recipes
 from tests.repairs.builders import write_safetensors, write_trained_optimizer
+from tests.repairs.refused import nobody_may_read
 
 BODY = bytes(range(253)) * 9_000
 MIDDLE = 1_050_000
+NESTED = Path("fixtures/accelerate-1.15.0/lone-nested-safetensors/checkpoint")
 
 
 @pytest.fixture
@@ -132,3 +134,22 @@ def test_one_key_is_one_key(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"module.module.a": b"1"})
     receipt = repair(tmp_path, dry_run=True)
     assert str(receipt.steps[0]).startswith("rename 1 key in model.safetensors: ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as somebody else")
+def test_a_file_of_somebody_else_in_a_folder_of_all_is_no_interrupted_repair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its write was refused, then each rollback: only the owner of the file could end that."""
+    folder = Path(shutil.copytree(NESTED, tmp_path / "checkpoint"))
+    before = contents(folder)
+    folder.chmod(0o777)
+    (folder / "model.safetensors").chmod(0o644)
+    (elsewhere := tmp_path / "file").touch()
+    with nobody_may_read(elsewhere):
+        assert run(["repair", str(folder)]) == 3
+        assert "or with --atomic, which replaces it" in capsys.readouterr().err
+        assert contents(folder) == before
+        assert run(["repair", "--atomic", str(folder)]) == 0
+        assert run(["undo", str(folder)]) == 0
+    assert contents(folder) == before
