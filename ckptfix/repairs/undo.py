@@ -44,7 +44,7 @@ class UndoReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     def lines(self) -> Iterator[Line]:
         """Yield the steps that were undone, and the transaction that can be undone next."""
-        what = "an interrupted run" if self.recovered else "the last repair"
+        what = "an interrupted run" if self.recovered else "the last change"
         yield line(f"undid {what} of {self.path}:", bold=True)
         yield from few([f"  undone: {step}" for step in self.steps], "steps")
         if self.unproven:
@@ -54,7 +54,7 @@ class UndoReceipt(Printable, Serialized, Struct, frozen=True, kw_only=True):
                 "no digests"
             )
         if self.remaining:
-            earlier = count_of(self.remaining, "earlier repair")
+            earlier = count_of(self.remaining, "earlier change")
             yield line(f"{earlier} can be undone: {command('undo', self.path)}")
 
 

@@ -73,7 +73,7 @@ def test_str_of_an_undo_and_of_a_salvage(
     repair(folder)
     run(["undo", str(folder)])
     assert capsys.readouterr().out == f"{undone}\n"
-    assert str(undone).startswith(f"undid the last repair of {folder}:\n  undone: ")
+    assert str(undone).startswith(f"undid the last change of {folder}:\n  undone: ")
     receipt = salvage(CUT, tmp_path / "a")
     run(["salvage", str(CUT), str(tmp_path / "b")])
     assert capsys.readouterr().out == f"{receipt}\n".replace(
