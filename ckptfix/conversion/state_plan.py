@@ -40,7 +40,7 @@ from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.paths import command
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.joined import Converted
-from ckptfix.tensors.new_files import NewStates
+from ckptfix.tensors.new_files import NewStates, safetensors_place
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_opening import open_optimizers
@@ -54,7 +54,12 @@ from ckptfix.tensors.optimizers import (
     Strategy,
     moments_of,
 )
-from ckptfix.tensors.parameter_names import RunGroup, first_out_of_order, ordered_as
+from ckptfix.tensors.parameter_names import (
+    RunGroup,
+    first_out_of_order,
+    names_of_model,
+    ordered_as,
+)
 from ckptfix.tensors.parameter_sources import (
     ModelsOfRun,
     frozen_pattern,
@@ -228,11 +233,29 @@ class _Planning:
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
             planned_model(
-                one, self._names.model_stem(one.index), self._options, config, None, suffix
+                self._as_in_one_file(weights),
+                self._names.model_stem(weights.index),
+                self._options,
+                config,
+                None,
+                suffix,
             )
-            for one in self._weights
+            for weights in self._weights
         )
         return models, states
+
+    def _as_in_one_file(self, weights: Weights) -> Weights:
+        """Return the weights of safetensors files in the order of one such file in the new dtypes.
+
+        Shards, or several dtypes, would look like a model's order on the way back.
+        """
+        if weights.format is not Format.SAFETENSORS:
+            return weights
+
+        def place(tensor: StoredTensor) -> tuple[int, str]:
+            return safetensors_place(source_of(tensor, self._options.dtype, weights.label).new)
+
+        return replace(weights, tensors=tuple(sorted(weights.tensors, key=place)))
 
     def _noted_run(self) -> ModelsOfRun:
         self._built = self._run()
@@ -276,12 +299,6 @@ class _Planning:
         is_of_engine = state.strategy not in BY_TORCH
         if state.strategy is Strategy.DDP or not (is_of_engine or self._strategy in _BY_POSITION):
             return state
-        names = [
-            tensor.fqn
-            for one in self._weights
-            if one.index == state.index
-            for tensor in one.tensors
-        ]
         if self._built is not None:
             groups = self._built.optimizers
             if state.index < len(groups):
@@ -294,12 +311,13 @@ class _Planning:
         if is_of_engine:
             self._note_left_out(state)
             return state
-        found = first_out_of_order(state, known or names)
-        if (
-            found and not known and names == sorted(names)
-        ):  # as in safetensors files, and in what was made of these
-            self._unordered.append(state.label)
-        elif found:
+        weights = next((model for model in self._weights if model.index == state.index), None)
+        names = known or (names_of_model(weights) if weights is not None else ())
+        if names is None:
+            sorted_names = sorted(name for group in state.groups for name in group.names)
+            if first_out_of_order(state, sorted_names):
+                self._unordered.append(state.label)
+        elif found := first_out_of_order(state, names):
             raise OperationError(
                 f"{state.label}: lists {found[0]!r} before {found[1]!r}, but the model has them in "
                 "the opposite order, as with FSDP1 without use_orig_params; the loader of "

@@ -133,6 +133,8 @@ def dcp_weights(root: AnyPath, where: PurePosixPath, index: int) -> Weights:
         opaque=tuple(name for fqn, name in model.names.items() if fqn not in read),
         left=left,
         checksums=layouts.checksums(),
+        # With a GPU, torch writes the smallest tensors first.
+        names_in_order=tuple(model.names[tensor.fqn] for tensor in tensors),
     )
 
 

@@ -195,6 +195,13 @@ def safetensors_files(
     return tuple(files)
 
 
+def safetensors_place(tensor: NewTensor | StoredTensor) -> tuple[int, str]:
+    """Return the key by which safetensors sorts the tensors of a file; a dtype that it does not
+    have is the last.
+    """
+    return -DTYPES.get(tensor.dtype, 0), tensor.fqn
+
+
 def _header(
     tensors: Sequence[NewTensor], ties: Mapping[str, str], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[NewTensor]]:
@@ -213,7 +220,7 @@ def _header(
             raise UnsupportedFormat(
                 f"a tied tensor is named {name!r}, which is reserved in safetensors files"
             )
-    ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.fqn))
+    ordered = sorted(tensors, key=safetensors_place)
     document: dict[str, Any] = {
         METADATA_KEY: {
             "format": "pt",

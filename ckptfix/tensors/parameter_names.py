@@ -18,8 +18,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.tensors.new_files import safetensors_place
 from ckptfix.tensors.optimizers import OptimizerState, StateValue
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.wording import Brief, count_of, list_names
 
 Shape = tuple[int, ...]
@@ -189,6 +190,18 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
         twice = next(name for name, count in Counter(names.values()).items() if count > 1)
         raise OperationError(f"{state.label}: two of its parameters have the name {twice}")
     return replace(state.named(names), model=models[0] if models else state.index)
+
+
+def names_of_model(weights: Weights) -> tuple[str, ...] | None:
+    """Return the names of a model's tensors in the model's order.
+
+    None where they are sorted, as in a safetensors file, and in what ``migrate`` made of one.
+    """
+    held = {tensor.fqn: tensor for tensor in weights.tensors}
+    tensors = [held[name] for name in weights.names_in_order or held if name in held]
+    names = [tensor.fqn for tensor in tensors]
+    is_sorted = names == sorted(names) or tensors == sorted(tensors, key=safetensors_place)
+    return None if weights.format is Format.SAFETENSORS or is_sorted else tuple(names)
 
 
 def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str, str] | None:

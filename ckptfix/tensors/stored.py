@@ -376,7 +376,8 @@ class Weights(Brief, Struct, frozen=True, kw_only=True):
     file has for it. ``metadata``: the words in the header of safetensors files, without the ties.
     ``disputed``: those that shards do not agree on, which ``metadata`` leaves out. ``index_words``:
     the other content of an index. ``views``: tensors that share a storage of a torch file with
-    tensors unlike them.
+    tensors unlike them. ``names_in_order``: names in the order of the state dict that was saved,
+    where the files record it apart from the bytes; some may be ties or no tensors.
     """
 
     label: str
@@ -396,6 +397,7 @@ class Weights(Brief, Struct, frozen=True, kw_only=True):
     disputed: tuple[str, ...] = ()
     index_words: Mapping[str, Any] = field(default_factory=dict)
     views: tuple[str, ...] = ()
+    names_in_order: tuple[str, ...] = ()
     home: PurePosixPath = field(default_factory=PurePosixPath)
 
     @property

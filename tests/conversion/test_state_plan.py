@@ -488,62 +488,6 @@ def test_the_order_that_names_rest_on_is_said(tmp_path: Path, has_optimizer: boo
     assert len(said) == (not has_optimizer)
 
 
-class Units(torch.nn.Module):  # type: ignore[misc]
-    """A model whose names are not in alphabetical order, and all of one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4, bias=False)
-        self.block = torch.nn.Linear(4, 4, bias=False)
-        self.last = torch.nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.block(self.first(x)))
-
-
-@pytest.mark.parametrize("after", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("before", ["fsdp", "fsdp-full"])
-def test_an_order_that_is_not_the_models_is_refused_where_position_decides(
-    tmp_path: Path, before: str, after: str
-) -> None:
-    torch.manual_seed(2)
-    model = Units()
-    # As FSDP1's flat parameters lie.
-    by_units = [model.first.weight, model.last.weight, model.block.weight]
-    optimizer = torch.optim.AdamW(by_units)
-    model(torch.randn(3, 4)).square().sum().backward()
-    optimizer.step()
-    source = save_state(tmp_path / "source", before, (model, optimizer))
-    with pytest.raises(
-        OperationError, match=r"lists 'last\.weight' before 'block\.weight', but the model"
-    ):
-        ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
-    assert not (tmp_path / "new").exists()
-
-    def new_run() -> Any:
-        new = Units()
-        return new, torch.optim.AdamW(new.parameters())
-
-    ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=new_run)
-    (state,) = open_optimizers(tmp_path / "new")
-    if after == "ddp":
-        found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)["state"]
-        for number, parameter in enumerate(model.parameters()):
-            assert_same(found[number], optimizer.state[parameter])
-    else:
-        assert state.groups[0].names == ("first.weight", "block.weight", "last.weight")
-    with pytest.raises(OperationError, match="differ from those of the optimizer from --model"):
-        ckptfix.migrate(
-            source,
-            tmp_path / "other",
-            to=after,
-            state="all",
-            model=lambda: (model, torch.optim.AdamW([model.first.weight])),
-        )
-    universal = ckptfix.migrate(source, tmp_path / "universal", to="universal", state="all")
-    assert universal.verified, "which DeepSpeed loads by name"
-
-
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
 def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(
     tmp_path: Path, after: str
@@ -985,44 +929,6 @@ def test_steps_in_tensors_of_one_dimension(tmp_path: Path, between: str) -> None
     ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all")
     found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
     assert {float(held["step"]) for held in found["state"].values()} == {3.0}
-
-
-@pytest.mark.parametrize("after", ["ddp", "zero2", "zero3", "fsdp-full"])
-def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, after: str) -> None:
-    """The symptom: FSDP1's order went to other parameters without a word where the model's was
-    alphabetical.
-    """
-    torch.manual_seed(2)
-    model = torch.nn.ModuleDict(
-        {name: torch.nn.Linear(4, 4, bias=False) for name in ("embed", "layer", "norm")}
-    )
-    by_units = [model[name].weight for name in ("embed", "norm", "layer")]
-    optimizer = torch.optim.AdamW(by_units)
-    for one in by_units:
-        one.grad = torch.randn(4, 4)
-    optimizer.step()
-    source = save_state(tmp_path / "source", "fsdp", (model, optimizer))
-    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
-    words = [
-        one
-        for one in receipt.not_checked
-        if "the parameters of 'optimizer_0' are in the model's order" in one
-    ]
-    assert len(words) == (after != "fsdp-full"), "it goes by name"
-    known = ckptfix.migrate(
-        source,
-        tmp_path / "known",
-        to=after,
-        state="all",
-        model=lambda: (model, torch.optim.AdamW(model.parameters())),
-    )
-    assert not known.not_checked
-    if after != "fsdp-full":
-        with pytest.raises(
-            OperationError,
-            match=r"lists 'norm\.weight' before 'layer\.weight', but the model",
-        ):
-            ckptfix.migrate(source, tmp_path / "other", to=after, state="all", model=lambda: model)
 
 
 @pytest.mark.parametrize("to", ["zero1", "zero3", "universal"])
