@@ -20,6 +20,7 @@ exception.
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (checkpoint.deepspeed_files); holds which
         ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (checkpoint.deepspeed_files)
+        ├── SpreadOptimizer  an optimizer has parameters of several models (tensors.parameter_names)
         ├── LoadError            a checkpoint could not be loaded as required (training.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
     ClosedError                  a path below a URL was used after its block: a fault of the caller

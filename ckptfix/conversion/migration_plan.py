@@ -40,7 +40,12 @@ from ckptfix.storage.files import AnyPath, stat_of
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_dcp import dcp_files
-from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
+from ckptfix.tensors.new_files import (
+    NewTensor,
+    OutputFile,
+    safetensors_files,
+    safetensors_place,
+)
 from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.parameter_sources import Factory
@@ -597,6 +602,20 @@ def source_of(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
     nbytes = prod(tensor.shape) * DTYPE_BITS[dtype] // 8
     new = NewTensor(tensor.fqn, dtype, tensor.shape, nbytes)
     return Source(new, tensor, Counting(tensor.dtype, dtype))
+
+
+def as_in_one_file(weights: Weights, dtype: str | None) -> Weights:
+    """Return the weights of safetensors files in the order of one such file in the new dtypes.
+
+    Shards, or several dtypes, would look like a model's order on the way back.
+    """
+    if weights.format is not Format.SAFETENSORS:
+        return weights
+
+    def place(tensor: StoredTensor) -> tuple[int, str]:
+        return safetensors_place(source_of(tensor, dtype, weights.label).new)
+
+    return replace(weights, tensors=tuple(sorted(weights.tensors, key=place)))
 
 
 def _files(

@@ -22,6 +22,7 @@ from ckptfix.conversion.migration_plan import (
     PlannedExtra,
     PlannedModel,
     PlannedState,
+    as_in_one_file,
     lost_variants,
     planned_model,
     source_of,
@@ -40,7 +41,7 @@ from ckptfix.storage.files import AnyPath, names_in
 from ckptfix.storage.paths import command
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.joined import Converted
-from ckptfix.tensors.new_files import NewStates, safetensors_place
+from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_opening import open_optimizers
@@ -56,6 +57,7 @@ from ckptfix.tensors.optimizers import (
 )
 from ckptfix.tensors.parameter_names import (
     RunGroup,
+    SpreadOptimizer,
     first_out_of_order,
     names_of_model,
     ordered_as,
@@ -75,7 +77,7 @@ _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
 _NEEDED_BY = {"momentum_decay": "mu_product", "amsgrad": "max_exp_avg_sq"}
 """Hyperparameter, of NAdam and of Adam -> the state that it needs."""
 
-_WEIGHTS_ALONE = "next: migrate only the models with --state weights"
+_WEIGHTS_ALONE = "next, to migrate only the models: --state weights --to dcp (or safetensors, bin)"
 
 
 def plan_states(
@@ -96,10 +98,11 @@ def plan_states(
     source = replace(source, weights=tuple(one for one in source.weights if not one.home.parts))
     optimizers = open_optimizers(source.root)
     if not optimizers:
+        to = Format.SAFETENSORS if options.to is Format.DEEPSPEED else options.to
         raise OperationError(
             f"{path}: no optimizer found (expected optimizer.bin, optimizer_0/ or DeepSpeed "
             "states); next, to migrate only the models: "
-            f"{command('migrate', path, '', '--to', options.to.value)} {output}"
+            f"{command('migrate', path, '', '--to', to.value)} {output}"
         )
     source = _with_masters(source, optimizers)
     names = StateNames(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
@@ -197,14 +200,20 @@ class _Planning:
         _ensure_listed(changed)
         named: Sequence[OptimizerState] = changed
         if self._strategy is not Strategy.DDP:
-            named = name_optimizers(
-                self._source.root,
-                changed,
-                weights=self._weights,
-                frozen=self._options.frozen,
-                run=self._noted_run,
-            )
-            _ensure_own_model(named)
+            try:
+                named = name_optimizers(
+                    self._source.root,
+                    changed,
+                    weights=self._weights,
+                    frozen=self._options.frozen,
+                    run=self._noted_run,
+                )
+            except SpreadOptimizer as error:
+                raise OperationError(
+                    f"{error.problem}, but {self._library} has one optimizer per model; "
+                    f"{_WEIGHTS_ALONE}"
+                ) from None
+            self._ensure_own_model(named)
         if self._options.model is not None:
             self._noted_run()
         named = [self._in_order(one) for one in named]
@@ -233,7 +242,7 @@ class _Planning:
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
             planned_model(
-                self._as_in_one_file(weights),
+                as_in_one_file(weights, self._options.dtype),
                 self._names.model_stem(weights.index),
                 self._options,
                 config,
@@ -244,18 +253,30 @@ class _Planning:
         )
         return models, states
 
-    def _as_in_one_file(self, weights: Weights) -> Weights:
-        """Return the weights of safetensors files in the order of one such file in the new dtypes.
+    @property
+    def _library(self) -> str:
+        """The library that loads the new checkpoint, in words."""
+        return "accelerate with FSDP" if self._strategy in BY_TORCH else "DeepSpeed"
 
-        Shards, or several dtypes, would look like a model's order on the way back.
+    def _ensure_own_model(self, optimizers: Sequence[OptimizerState]) -> None:
+        """Raise OperationError for an optimizer of another model than that of its position: FSDP
+        and DeepSpeed find it by that.
         """
-        if weights.format is not Format.SAFETENSORS:
-            return weights
-
-        def place(tensor: StoredTensor) -> tuple[int, str]:
-            return safetensors_place(source_of(tensor, self._options.dtype, weights.label).new)
-
-        return replace(weights, tensors=tuple(sorted(weights.tensors, key=place)))
+        for state in optimizers:
+            if state.model in (None, state.index):
+                continue
+            rivals = [one.label for one in optimizers if one.model == state.model]
+            # Accelerate takes optimizer N for that of model N, without one: IndexError.
+            if len(rivals) > 1:
+                raise OperationError(
+                    f"{list_names(rivals)}: optimizers of one model ({state.model}), but "
+                    f"{self._library} has one optimizer per model; {_WEIGHTS_ALONE}"
+                )
+            raise OperationError(
+                f"{state.label}: it has the parameters of model {state.model}, but the loader "
+                f"expects those of model {state.index}; next: prepare() models and optimizers in "
+                "the same order, and save again"
+            )
 
     def _noted_run(self) -> ModelsOfRun:
         self._built = self._run()
@@ -579,19 +600,6 @@ def _ensure_listed(optimizers: Iterable[OptimizerState]) -> None:
             raise OperationError(
                 f"{one.label}: {names}: moments without a param group, so no optimizer would "
                 f"load them; {_WEIGHTS_ALONE}"
-            )
-
-
-def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
-    """Raise OperationError for an optimizer of another model than that of its position, by which
-    FSDP finds it.
-    """
-    for one in optimizers:
-        if one.model not in (None, one.index):
-            raise OperationError(
-                f"{one.label}: it has the parameters of model {one.model}, but the loader expects "
-                f"those of model {one.index}; next: prepare() models and optimizers in the same "
-                "order, and save again"
             )
 
 

@@ -65,6 +65,19 @@ class Parameter(NamedTuple):
     model: int = 0
 
 
+class SpreadOptimizer(OperationError):
+    """An optimizer with parameters of several models. ``problem``: the message without its second
+    half, the limit of ckptfix.
+    """
+
+    def __init__(self, state: OptimizerState, models: Sequence[int] = ()) -> None:
+        named = f"models {', '.join(map(str, models))}" if models else "several models"
+        self.problem = f"{state.label}: it has parameters of {named}"
+        super().__init__(
+            f"{self.problem}; ckptfix can only name the parameters of an optimizer of one model"
+        )
+
+
 class RunGroup(Brief, Struct, frozen=True, kw_only=True):
     """A param group of an optimizer that the run's factory returned.
 
@@ -172,10 +185,7 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
             f"{list(map(len, parameters))})"
         )
     if len(models := sorted({parameter.model for parameter in every})) > 1:
-        raise OperationError(
-            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; ckptfix "
-            "can only name the parameters of an optimizer of one model"
-        )
+        raise SpreadOptimizer(state, models)
     names: dict[str, str] = {}
     for group, own in zip(state.groups, parameters, strict=True):
         for number, parameter in zip(group.names, own, strict=True):

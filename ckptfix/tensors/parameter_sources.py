@@ -9,6 +9,7 @@ is a function is called in this process.
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -27,6 +28,7 @@ from ckptfix.tensors.parameter_names import (
     Parameter,
     RunGroup,
     Shape,
+    SpreadOptimizer,
     name_parameters,
     named_as,
     shape_of,
@@ -314,10 +316,36 @@ class _Keys:
             )
         return best[0]
 
+    def is_of_several(self, state: OptimizerState) -> bool:
+        """Return whether the parameters of an optimizer fit into all models together, but into none
+        alone, by their number and shapes.
+        """
+        wanted = Counter(
+            shape_of(state.states.get(number, {}))
+            for group in state.groups
+            for number in group.names
+        )
+        held = [
+            Counter(tensor.shape for tensor in tensors.values())
+            for tensors in self._tensors.values()
+        ]
+        return not any(_fits(wanted, shapes) for shapes in held) and _fits(
+            wanted, sum(held, Counter())
+        )
+
     def shape(self, parameter: Parameter) -> Shape | None:
         """Return the shape of a parameter's weights, None where no weights have its name."""
         tensor = self._tensors.get(parameter.model, {}).get(parameter.name)
         return None if tensor is None else tensor.shape
+
+
+def _fits(wanted: Mapping[Shape | None, int], held: Mapping[Shape, int]) -> bool:
+    """Return whether so many parameters of these shapes are among those of ``held``; a shape of
+    None fits any.
+    """
+    return sum(wanted.values()) <= sum(held.values()) and all(
+        count <= held.get(shape, 0) for shape, count in wanted.items() if shape is not None
+    )
 
 
 def _chain(names: Iterable[str]) -> tuple[str, ...]:
@@ -351,8 +379,14 @@ def _named(
     """
     recorded = recorded_names(root, state)
     if recorded is not None:
+        models = {model for group in recorded for model, _ in group if model is not None}
+        if len(models) > 1:
+            raise SpreadOptimizer(state, sorted(models))
         with suppress(OperationError):  # the names are of other weights
             return named_as(state, _of_recorded(recorded, state, keys))
+    # Before a model is asked for: no model names such an optimizer.
+    if keys.is_of_several(state):
+        raise SpreadOptimizer(state)
     run = built()
     if not run.optimizers:
         models = {parameter.model for parameter in run.parameters}

@@ -4,6 +4,7 @@ and the rest.
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptfix
+from ckptfix import Accelerator
 from ckptfix.conversion.producing import produce
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import OperationError, UsageError
@@ -772,6 +774,81 @@ def test_an_optimizer_of_the_other_model_is_refused_by_name(tmp_path: Path) -> N
     assert not (tmp_path / "new").exists()
 
 
+def shared() -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
+    """Return an actor, a critic and the optimizer of both, as PPO has them."""
+    actor, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 1)
+    return actor, critic, torch.optim.Adam([*actor.parameters(), *critic.parameters()])
+
+
+def stock_save(root: Path, models: Sequence[Any], optimizers: Sequence[Any]) -> Path:
+    """Save models and optimizers as stock ``save_state`` does under DDP, after a step."""
+    root.mkdir()
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        end = f"_{index}" if index else ""
+        save_file(model.state_dict(), root / f"model{end}.safetensors", {"format": "pt"})
+    for index, optimizer in enumerate(optimizers):
+        optimizer.step()
+        torch.save(optimizer.state_dict(), root / f"optimizer{f'_{index}' if index else ''}.bin")
+    torch.save({"step": 1}, root / "random_states_0.pkl")
+    return root
+
+
+def assert_next_step_works(source: Path, message: str, folder: Path) -> None:
+    """Assert that a refusal names a next step, and that the step succeeds."""
+    assert "next, to migrate only the models: --state weights --to dcp" in message
+    assert ckptfix.migrate(source, folder, to="dcp", state="weights").verified
+
+
+@pytest.mark.parametrize("after", ["fsdp", "fsdp-full", "zero2"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_optimizer_of_two_models_is_refused_for_its_final_reason(
+    tmp_path: Path, after: str, is_named: bool
+) -> None:
+    """The symptom: it was refused for the lack of a model, and then of the model that was named."""
+    *models, optimizer = shared()
+    source = stock_save(tmp_path / "source", models, [optimizer])
+    options: Any = {"model": shared} if is_named else {}
+    with pytest.raises(OperationError, match=r"optimizer\.bin: it has parameters of ") as refused:
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all", **options)
+    assert "has one optimizer per model" in str(refused.value)
+    assert "--model" not in str(refused.value)
+    assert_next_step_works(source, str(refused.value), tmp_path / "models")
+
+
+def test_an_optimizer_of_two_models_in_a_guarded_save(tmp_path: Path) -> None:
+    """The first model could have all these parameters by their shapes."""
+    accelerator = Accelerator(cpu=True)
+    model, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([model.weight, critic.bias])
+    accelerator.prepare(model, critic, optimizer)
+    accelerator.save_state(str(tmp_path / "source"))
+    with pytest.raises(OperationError, match=r"it has parameters of models 0, 1, but accelerate"):
+        ckptfix.migrate(tmp_path / "source", tmp_path / "new", to="fsdp", state="all")
+
+
+@pytest.mark.parametrize("after", ["fsdp", "fsdp-full", "zero2"])
+def test_two_optimizers_of_one_model_are_refused_without_advice_on_their_order(
+    tmp_path: Path, after: str
+) -> None:
+    """The symptom: advice to prepare models and optimizers in the same order, for one model."""
+
+    def new_run() -> Any:
+        model = net()
+        parts = [[one for one in model.parameters() if one.dim() == dim] for dim in (2, 1)]
+        return model, *map(torch.optim.AdamW, parts)
+
+    model, *optimizers = new_run()
+    source = stock_save(tmp_path / "source", [model], optimizers)
+    with pytest.raises(
+        OperationError, match=r"'optimizer\.bin', 'optimizer_1\.bin': optimizers of one model \(0\)"
+    ) as refused:
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=new_run)
+    assert "order" not in str(refused.value)
+    assert_next_step_works(source, str(refused.value), tmp_path / "models")
+
+
 def test_numbers_need_names(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     with pytest.raises(OperationError, match="--model MODULE:FACTORY"):
@@ -801,8 +878,9 @@ def test_options_that_do_not_fit(tmp_path: Path, options: Any, words: str) -> No
 def test_a_folder_without_an_optimizer(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     (source / "optimizer.bin").unlink()
-    with pytest.raises(OperationError, match="no optimizer found"):
-        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+    for after, to in (("fsdp", "dcp"), ("fsdp-full", "bin"), ("zero2", "safetensors")):
+        with pytest.raises(OperationError, match=rf"no optimizer found .*: ckptfix .* --to {to} "):
+            ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
 
 
 def test_a_lone_file(tmp_path: Path) -> None:
