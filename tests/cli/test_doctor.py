@@ -154,8 +154,10 @@ def test_a_command_names_the_script_that_is_read(
 ) -> None:
     script = tmp_path / "train.py"
     command = f"accelerate launch {script}"
-    assert run(["doctor", "--launch", command, "--json"]) == 0
-    assert "the training script (--script SCRIPT)" in printed(capsys)["not_checked"]
+    assert run(["doctor", "--launch", command, "--json"]) == 1
+    document = printed(capsys)
+    assert "unusable-launch-file" in codes(document)
+    assert "the training script (--script SCRIPT)" in document["not_checked"]
     script.write_text(
         "from accelerate import Accelerator\naccelerator = Accelerator()\n"
         "model = accelerator.prepare(model)\nmodel = accelerator.prepare(model)\n"

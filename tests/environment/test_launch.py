@@ -1,11 +1,13 @@
 """Command lines, split where the training script stands."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ckptfix.environment.doctor import diagnose_environment
-from ckptfix.environment.facts.launch import read_launch, script_of, variables_of
+from ckptfix.environment.doctor import diagnose_environment, doctor
+from ckptfix.environment.facts.launch import missing_script, read_launch, script_of, variables_of
 from ckptfix.errors import UsageError
 from tests.environment.building import OPTIONS, facts, launch, script
 
@@ -106,6 +108,86 @@ def test_the_script_is_found_where_there_is_one(tmp_path: Path) -> None:
     path.touch()
     assert script_of(f"accelerate launch -m ckptfix run {path}") == str(path)
     assert script_of("accelerate launch -m pkg.train") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("accelerate launch nope.py", "nope.py"),
+        ("accelerate launch --num_processes 2 nope.py --data here.py", "nope.py"),
+        ("accelerate launch here.py nope.py", ""),
+        ("accelerate launch ~/nope.py", "~/nope.py"),
+        ("accelerate launch ~/here.py", ""),
+        ("accelerate launch $HOME/here.py", ""),
+        ("accelerate launch $UNSET_HERE/nope.py", ""),
+        ("accelerate launch 'jobs/*.py'", ""),
+        ("accelerate launch -m nope.py", ""),
+        ("accelerate launch --module pkg.train --file nope.py", ""),
+        ("accelerate launch --no_python nope.py", ""),
+        ("accelerate launch --lr 1 nope.py", ""),
+        ("accelerate launch", ""),
+        ("torchrun --nproc_per_node 2 nope.py", "nope.py"),
+        ("torchrun --nproc_per_node 2 --module ckptfix run nope.py", ""),
+        ("torchrun --nproc_per_node 2 here.py nope.py", ""),
+        ("python -u nope", "nope"),
+        ("python folder nope.py", ""),
+        ("python -m torch.distributed.run nope.py", ""),
+        ("python -m ckptfix run nope.py", ""),
+        ("python -c 1 nope.py", ""),
+        ("nohup python nope.py", "nope.py"),
+        ("conda run -n env accelerate launch nope.py", "nope.py"),
+        ("env -C elsewhere accelerate launch nope.py", ""),
+        ("env -C elsewhere accelerate launch /nope.py", "/nope.py"),
+        ("srun --chdir=elsewhere accelerate launch nope.py", ""),
+        ("srun --container-image=a/b accelerate launch nope.py", ""),
+        ("./start.sh nope.py", ""),
+    ],
+)
+def test_a_script_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("here.py").touch()
+    Path("folder").mkdir()
+    assert missing_script(launch(command)) == missing
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--config_file nope.yaml", "nope.yaml does not exist: accelerate launch ends with"),
+        ("--config_file=folder", "folder does not exist"),
+        ("--config_file list.yaml", "list.yaml: it contains no settings"),
+        ("--config_file broken.json", "cannot use its config broken.json: JSONDecodeError"),
+        ("--config_file bare.yaml", "bare.yaml: it has no distributed_type"),
+        ("--config_file good.yaml", ""),
+        ("--config_file $UNSET_HERE/nope.yaml", ""),
+    ],
+)
+def test_a_config_that_accelerate_cannot_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, words: str
+) -> None:
+    """The symptom: no problems found, and accelerate launch raised FileNotFoundError."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("train.py").touch()
+    Path("list.yaml").write_text("- 1\n")
+    Path("broken.json").write_text("{")
+    Path("bare.yaml").write_text("num_processes: 1\n")
+    Path("good.yaml").write_text("distributed_type: 'NO'\n")
+    command = f"accelerate launch {options} train.py"
+    found = doctor(launch=command)
+    said = [str(advice) for advice in found.advice if advice.code == "unusable-launch-file"]
+    assert len(said) == bool(words)
+    assert all(words in one for one in said)
+    assert not words or found.status == 1
+    stock = subprocess.run(
+        (sys.executable, "-m", "accelerate.commands.launch", *options.split(), "train.py"),
+        capture_output=True,
+        check=False,
+    )
+    assert (stock.returncode != 0) == ("good" not in options)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,22 @@ def test_a_broken_config_is_a_problem_and_no_error(tmp_path: Path, text: str) ->
     config = read_config({}, str(tmp_path / "config.yaml"))
     assert config.exists
     assert config.problem
+    assert config.is_broken
     assert not config.values
+
+
+def test_a_large_config_is_not_the_fault_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("# \n" * (1 << 19))
+    config = read_config({}, str(tmp_path / "config.yaml"))
+    assert config.problem.startswith("it is too large")
+    assert not config.is_broken
+
+
+def test_a_config_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("num_processes: 2\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/config.yaml", "$HOME/config.yaml", "${HOME}/config.yaml"):
+        assert read_config({}, path).values == {"num_processes": 2}
 
 
 def test_a_config_that_is_not_there(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ckptfix.environment.advice import NOTE, WARNING, Said, say, topic
+from ckptfix.environment.advice import ERROR, NOTE, WARNING, Said, say, topic
 from ckptfix.environment.facts import Facts
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 SEVERAL = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -138,6 +139,46 @@ def no_config(facts: Facts) -> Iterator[Said]:
             f"{'--multi_gpu --num_processes N ' if count > 1 else '--num_processes 1 '}SCRIPT"
         ),
     )
+
+
+@topic(
+    "unusable-launch-file",
+    "the config or the script of the launch command does not exist, or accelerate cannot use the "
+    "config: the launch fails",
+    ERROR,
+    WARNING,
+)
+def unusable_file(facts: Facts) -> Iterator[Said]:
+    """``load_config_from_file`` and Python raise before the script's first line."""
+    launch, config = facts.launch, facts.config
+    command = (" ".join(launch.words),) if launch is not None else ()
+    if path := facts.missing.get("--config_file"):
+        yield say(
+            f"{path} does not exist: accelerate launch ends with FileNotFoundError",
+            evidence=command,
+            fix=f"correct --config_file, or: accelerate config --config_file {shell_path(path)}",
+        )
+    if script := facts.missing.get(""):
+        yield say(
+            f"{script} does not exist: Python cannot start it",
+            evidence=command,
+            fix="correct the path of the script, or start the command in the folder that it is "
+            "relative to",
+        )
+    is_read = launch is None or (
+        launch.is_accelerate and (config.asked or not is_given(facts, "cpu"))
+    )
+    problem = config.problem if config.is_broken else ""
+    if config.exists and not config.problem and not config.distributed_type:
+        problem = "it has no distributed_type"
+    if problem and is_read:
+        yield say(
+            f"accelerate launch cannot use its config {config.path}: {problem}",
+            severity=WARNING if launch is None else ERROR,
+            evidence=(f"{config.path}: {problem}", *command),
+            fix="correct the file, or write a new one: accelerate config --config_file "
+            f"{shell_path(config.path)}",
+        )
 
 
 @topic(

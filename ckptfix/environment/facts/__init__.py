@@ -11,6 +11,8 @@ from ckptfix.environment.facts.installed import Software, read_software, with_mo
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,
     Launch,
+    is_located,
+    missing_script,
     read_config,
     read_launch,
     read_variables,
@@ -23,7 +25,9 @@ from ckptfix.hardware import Machine
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Facts of an environment. None: not asked for."""
+    """Facts of an environment. None: not asked for. ``missing``: option -> file of the command that
+    does not exist; the script has the option "".
+    """
 
     software: Software
     torch: Torch = field(default_factory=Torch)
@@ -32,6 +36,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     config: AccelerateConfig = field(default_factory=lambda: AccelerateConfig(path=""))
     script: Script | None = None
     launch: Launch | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
     folder: Folder | None = None
     device_map: DeviceMap | None = None
 
@@ -66,19 +71,26 @@ def gather(
     read = read_script(script) if script is not None else None
     if read is not None:
         software = with_modules(software, {name for name, _ in read.uses.taken})
+    config = read_config(environment, command.given("config_file") if command is not None else None)
     return Facts(
         software=software,
         torch=torch,
         machine=machine,
         variables=read_variables(environment),
-        config=read_config(
-            environment, command.given("config_file") if command is not None else None
-        ),
+        config=config,
         script=read,
         launch=command,
+        missing=_missing(command, config) if command is not None else {},
         folder=looked,
         device_map=read_map(device_map) if device_map is not None else _own_map(looked),
     )
+
+
+def _missing(launch: Launch, config: AccelerateConfig) -> dict[str, str]:
+    found = {"": missing_script(launch)}
+    if config.asked and not config.exists and is_located(launch, config.path):
+        found["--config_file"] = config.path
+    return {option: path for option, path in found.items() if path}
 
 
 def _own_map(folder: Folder | None) -> DeviceMap | None:

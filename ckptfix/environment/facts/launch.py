@@ -33,6 +33,14 @@ _WITH_VALUE = ("-X", "-W")
 """Options of Python that take the next word; all others are one word, and -c and -m end them."""
 
 _MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+_STARTS_FILES = ("torchrun", "deepspeed")
+_NOT_FILES = frozenset({"-m", "--module", "--no_python", "--no-python"})
+_MOVING = ("-C", "-D", "--chdir", "--cwd", "--directory", "--container")
+"""Options of ``env``, ``srun``, ``conda run``, ``uv run`` and others for the folder to work in."""
+
+_OF_SHELL = frozenset("$`*?[{")
+"""Characters that a shell replaces."""
+
 _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
 
@@ -116,7 +124,41 @@ def script_of(command: str) -> str | None:
 
     Raises UsageError when the text is not a command line.
     """
-    return next((word for word in _scripts(_words(command)[1]) if os.path.isfile(word)), None)
+    paths = map(expanded, _scripts(_words(command)[1]))
+    return next((path for path in paths if os.path.isfile(path)), None)
+
+
+def expanded(word: str) -> str:
+    """Return a word of a command line with its home folder and variables in place, as far as these
+    are set here.
+    """
+    return os.path.expanduser(os.path.expandvars(word))
+
+
+def missing_script(launch: Launch) -> str:
+    """Return the script of a command that Python would not find, "" where it exists or nothing
+    shows which file it is.
+
+    After ``-m`` comes a module, which Python finds elsewhere.
+    """
+    script = launch.script
+    if launch.is_python:
+        script = _behind_python(list(launch.words[1:]))[0]
+    elif launch.unknown or not (launch.is_accelerate or launch.launcher in _STARTS_FILES):
+        return ""
+    options = launch.words[: launch.words.index(script)] if script in launch.words else ()
+    if not script or not _NOT_FILES.isdisjoint(options) or not is_located(launch, script):
+        return ""
+    # Python also starts a folder with a __main__.py.
+    return "" if os.path.exists(expanded(script)) else script
+
+
+def is_located(launch: Launch, path: str) -> bool:
+    """Return whether a path of a command is a path from this folder: no shell expands it, and no
+    program before the launcher changes to another folder.
+    """
+    moves = any(word.startswith(_MOVING) for word in launch.prefix)
+    return _OF_SHELL.isdisjoint(expanded(path)) and (os.path.isabs(expanded(path)) or not moves)
 
 
 def _words(command: str) -> tuple[list[str], list[str]]:
@@ -260,13 +302,15 @@ class AccelerateConfig(Struct, frozen=True, kw_only=True):
     """The config that ``accelerate launch`` would read.
 
     ``path``: where it looks. ``asked``: the path was given on the command line. ``exists``: a file
-    is there. ``problem``: why it could not be read, "" when it could. ``values``: what it holds.
+    is there. ``problem``: why it could not be read, "" when it could. ``is_broken``: accelerate
+    cannot read it either. ``values``: what it holds.
     """
 
     path: str
     asked: bool = False
     exists: bool = False
     problem: str = ""
+    is_broken: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -289,27 +333,31 @@ def default_config_path(environment: Mapping[str, str]) -> str:
 
 def read_config(environment: Mapping[str, str], given: str | None = None) -> AccelerateConfig:
     """Return accelerate's config: the one at ``given``, else the one that it finds by itself."""
-    path = given if given is not None else default_config_path(environment)
+    path = expanded(given) if given is not None else default_config_path(environment)
     asked = given is not None
     if not os.path.isfile(path):
         return AccelerateConfig(path=path, asked=asked)
-    values, problem = _parse(Path(path))
-    return AccelerateConfig(path=path, asked=asked, exists=True, problem=problem, values=values)
+    values, problem, is_broken = _parse(Path(path))
+    return AccelerateConfig(
+        path=path, asked=asked, exists=True, problem=problem, is_broken=is_broken, values=values
+    )
 
 
-def _parse(path: Path) -> tuple[Mapping[str, Any], str]:
+def _parse(path: Path) -> tuple[Mapping[str, Any], str, bool]:
+    """Return the settings in a config, why there are none, and whether that is the file's fault."""
     try:
         # Comes with accelerate, which cannot read the file without it either.
         yaml = import_module("yaml")
     except ImportError:
-        return {}, "PyYAML is not installed"
+        return {}, "PyYAML is not installed", False
     try:
         if path.stat().st_size > _MAX_FILE:
-            return {}, f"it is too large: {path.stat().st_size} bytes (at most {_MAX_FILE})"
+            why = f"it is too large: {path.stat().st_size} bytes (at most {_MAX_FILE})"
+            return {}, why, False
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        return {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", True
     if not isinstance(values, dict):
-        return {}, "it contains no settings"
-    return {str(key): value for key, value in values.items()}, ""
+        return {}, "it contains no settings", True
+    return {str(key): value for key, value in values.items()}, "", False

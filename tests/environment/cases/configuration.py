@@ -12,13 +12,69 @@ from tests.environment.building import (
     with_software,
     with_torch,
 )
-from tests.environment.cases.case import NOTE, WARNING, Case
+from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 
 NO_CONFIG = AccelerateConfig(path=CONFIG)
 MAKES_ACCELERATOR = "from accelerate import Accelerator, notebook_launcher\nAccelerator()\n"
 LAUNCHES = "notebook_launcher(train, num_processes=4)\n"
 
+BROKEN = replace(config(), values={}, problem="ScannerError", is_broken=True)
+
 CONFIGURATION = (
+    Case(
+        "unusable-launch-file",
+        "no config",
+        facts(
+            launch=launch("accelerate launch --config_file nope.yaml train.py"),
+            config=AccelerateConfig(path="nope.yaml", asked=True),
+            missing={"--config_file": "nope.yaml"},
+        ),
+        ERROR,
+    ),
+    Case(
+        "unusable-launch-file",
+        "no script",
+        facts(launch=launch("accelerate launch nope.py"), missing={"": "nope.py"}),
+        ERROR,
+    ),
+    Case(
+        "unusable-launch-file",
+        "a broken config",
+        facts(launch=launch("accelerate launch train.py"), config=BROKEN),
+        ERROR,
+    ),
+    Case("unusable-launch-file", "a broken config, no command", facts(config=BROKEN), WARNING),
+    *(
+        Case(
+            "unusable-launch-file",
+            command,
+            facts(launch=launch(command), config=BROKEN),
+            None,
+        )
+        for command in (
+            "accelerate launch --cpu train.py",
+            "torchrun --nproc_per_node 2 train.py",
+            "python train.py",
+        )
+    ),
+    Case(
+        "unusable-launch-file",
+        "a broken config that --cpu does not replace",
+        facts(
+            launch=launch("accelerate launch --cpu --config_file a.yaml train.py"),
+            config=replace(BROKEN, asked=True),
+        ),
+        ERROR,
+    ),
+    Case(
+        "unusable-launch-file",
+        "a config that only ckptfix cannot read",
+        facts(
+            launch=launch("accelerate launch train.py"),
+            config=replace(BROKEN, problem="it is too large", is_broken=False),
+        ),
+        None,
+    ),
     Case("no-accelerate-config", "no GPU", facts(config=NO_CONFIG), NOTE),
     Case("no-accelerate-config", "two GPUs", facts(2, config=NO_CONFIG), NOTE),
     Case("no-accelerate-config", "there", facts(2), None),
