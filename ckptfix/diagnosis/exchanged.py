@@ -32,6 +32,7 @@ from ckptfix.diagnosis.findings.misplaced import (
     LowerPrecision,
     MisplacedEntry,
     RoundedEntry,
+    UndecidedEntry,
 )
 from ckptfix.diagnosis.optimizer_kinds import MOMENTS
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, bare, saved_optimizers
@@ -66,6 +67,11 @@ class _Neighbour(NamedTuple):
     is_repaired: bool
     versions: tuple[tuple[str, str], ...]
     arguments: bytes
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.root.name
 
 
 def diagnose_exchanged(
@@ -112,7 +118,7 @@ def diagnose_exchanged(
         paths = [component.path for component in components]
         own = _entries(folder, paths)
         known = [
-            (neighbour.is_earlier, entries)
+            (neighbour, entries)
             for neighbour in near
             if (entries := _entries(neighbour.folder, paths))
         ]
@@ -128,7 +134,6 @@ def diagnose_exchanged(
         is_recorded=case.is_recorded,
         is_of_another_run=not near[0].is_of_same_run,
         is_of_other_version=_versions(folder.root) != near[0].versions,
-        nearest=near[0].folder.root.name,
         has_same_arguments=is_of_trainer
         and {_arguments(folder.root)} == {neighbour.arguments for neighbour in near} != {b""},
     )
@@ -141,10 +146,8 @@ def diagnose_exchanged(
         yield from _rounded(own, known)
 
 
-_Compared = tuple[Role, list[ComparedEntry], list[tuple[bool, list[ComparedEntry]]]]
-"""A role, the own entries, and of each checkpoint next to it whether it is an earlier one, and its
-entries.
-"""
+_Compared = tuple[Role, list[ComparedEntry], list[tuple[_Neighbour, list[ComparedEntry]]]]
+"""A role, the own entries, and each checkpoint next to it with its entries."""
 
 
 class _Change(NamedTuple):
@@ -155,9 +158,9 @@ class _Change(NamedTuple):
     ``is_renamed_by_repair``: a repair may have renamed the keys. ``is_recorded``: a guarded save
     recorded its files, and a guarded load adds and removes wrappers. ``is_of_another_run``: the
     checkpoints next to it may be of other runs, as ``run_1`` and ``run_2``.
-    ``is_of_other_version``: another version of a library saved the nearest one, whose name is
-    ``nearest``. ``has_same_arguments``: the Trainer saved all of them with the same arguments, one
-    of which is the class of the optimizer.
+    ``is_of_other_version``: another version of a library saved the nearest one.
+    ``has_same_arguments``: the Trainer saved all of them with the same arguments, one of which is
+    the class of the optimizer.
     """
 
     is_excluded: bool
@@ -167,7 +170,6 @@ class _Change(NamedTuple):
     is_recorded: bool
     is_of_another_run: bool
     is_of_other_version: bool
-    nearest: str
     has_same_arguments: bool
 
     def is_alone(self, role: Role) -> bool:
@@ -358,36 +360,43 @@ def _is_in_order(folder: CheckpointFolder) -> bool:
 def _misplaced(
     role: Role,
     own: Sequence[ComparedEntry],
-    near: Sequence[tuple[bool, Sequence[ComparedEntry]]],
+    near: Sequence[tuple[_Neighbour, Sequence[ComparedEntry]]],
     change: _Change,
     effect: str,
 ) -> Iterator[MisplacedEntry]:
     """Yield the entries that differ from those of their number in all of these checkpoints, which
     agree.
+
+    Of two checkpoints either may be the changed one: that is told of the later one alone.
     """
     known_by = next_to_it(len(near))
-    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
-    is_newest = all(is_earlier for is_earlier, _ in near)
+    is_between = are_on_both_sides(neighbour.is_earlier for neighbour, _ in near)
+    is_newest = all(neighbour.is_earlier for neighbour, _ in near)
     for number, entry in enumerate(own):
         expected = near[0][1][number]
         # load_state of accelerate takes no other wrappers, so that a run begins and ends with the
         # same.
-        is_wrapped = (
-            (len(near) > 1 or entry.is_partly_wrapped(expected))
-            and (is_between or (change.is_alone(role) and not change.is_recorded))
+        is_unlike = (
+            (is_between or not change.is_recorded)
             and not change.is_renamed_by_repair
             and all(there[number].keys == expected.keys for _, there in near)
             and entry.is_wrapped_unlike(expected)
         )
+        is_wrapped = (
+            is_unlike
+            and (len(near) > 1 or entry.is_partly_wrapped(expected))
+            and (is_between or change.is_alone(role))
+        )
+        has_other_keys = is_wrapped or (is_unlike and len(near) == 1)
         agree = all(expected.is_alike(there[number]) for _, there in near)
         if not agree or (
-            not is_wrapped and any(entry.is_alike(there[number]) for _, there in near)
+            not has_other_keys and any(entry.is_alike(there[number]) for _, there in near)
         ):
             continue
         places = [
             place
             for place in range(len(own))
-            if not is_wrapped and all(entry.is_alike(there[place]) for _, there in near)
+            if not has_other_keys and all(entry.is_alike(there[place]) for _, there in near)
         ]
         exchanged = [place for place in places if own[place].is_alike(expected)]
         if exchanged and exchanged[0] < number:
@@ -411,9 +420,6 @@ def _misplaced(
             or (change.has_same_arguments and entry.is_of_other_class(expected))
         )
         is_decided = is_wrapped or entry.is_reordered(expected)
-        if len(near) == 1 and (len(own) == 1 or role is Role.OPTIMIZER) and not is_decided:
-            # Either of the two may be the changed one.
-            continue
         # No script empties a model and goes on training its parameters.
         is_emptied = role is Role.MODEL and change.has_same_optimizers and not entry.shapes
         is_new_alone = role is Role.MODEL and change.is_alone(role) and is_newest and len(near) > 1
@@ -436,10 +442,19 @@ def _misplaced(
             is_wrapped and expected.keys == expected.shapes and _has_wrappers(entry.keys)
         )
         holds, wanted = entry.difference(expected)
+        if len(near) == 1 and not (is_decided or is_emptied):
+            is_wrong_there = (
+                expected.is_partly_wrapped(entry)
+                or expected.is_reordered(entry)
+                or (role is Role.MODEL and not expected.shapes)
+            )
+            if is_newest and not is_wrong_there:
+                yield UndecidedEntry.of(entry.path, holds, wanted, near[0][0].name)
+            continue
         kind: type[MisplacedEntry] = MisplacedEntry
         facts = {}
         if is_broken:
-            kind, facts = BrokenKeys, {"script": change.nearest}
+            kind, facts = BrokenKeys, {"script": near[0][0].name}
         elif not is_wrong:
             kind = DeeperModel if is_new_alone and entry.is_deeper(expected) else ChangedEntry
         yield kind(
@@ -479,40 +494,55 @@ _BY_TRAINER = {
 
 
 def _rounded(
-    own: Sequence[ComparedEntry], near: Sequence[tuple[bool, Sequence[ComparedEntry]]]
-) -> Iterator[RoundedEntry]:
+    own: Sequence[ComparedEntry], near: Sequence[tuple[_Neighbour, Sequence[ComparedEntry]]]
+) -> Iterator[MisplacedEntry]:
+    nearest, _ = near[0]
     for number, entry in enumerate(own):
-        there = [(is_earlier, entries[number].dtypes) for is_earlier, entries in near]
-        yield from rounded(entry.path, entry.dtypes, there)
+        there = [(neighbour.is_earlier, entries[number].dtypes) for neighbour, entries in near]
+        yield from rounded(
+            entry.path, entry.dtypes, there, nearest.name if nearest.is_of_same_run else ""
+        )
 
 
 def rounded(
-    path: PurePosixPath, own: Mapping[str, str], near: Sequence[tuple[bool, Mapping[str, str]]]
-) -> Iterator[RoundedEntry]:
+    path: PurePosixPath,
+    own: Mapping[str, str],
+    near: Sequence[tuple[bool, Mapping[str, str]]],
+    nearest: str,
+) -> Iterator[MisplacedEntry]:
     """Yield a finding about a model or optimizer with tensors of a lower precision than in all of
     these checkpoints.
 
-    ``own``: key -> dtype; ``near``: whether a checkpoint is an earlier one, and these of it. No run
-    lowers its precision for one save. At an end of the run the script may have changed it.
+    ``own``: key -> dtype; ``near``: whether a checkpoint is an earlier one, and these of it.
+    ``nearest``: the name of the first, "" where it may be of another run. No run lowers its
+    precision for one save. At an end of the run the script may have changed it.
     """
-    # Of two either may be the converted one.
-    if len(near) < 2:
+    is_single = len(near) == 1
+    if is_single and not nearest:
         return
+    is_newest = all(is_earlier for is_earlier, _ in near)
     lower = Counter(
         (dtype, near[0][1][key])
         for key, dtype in own.items()
         if _is_rounded(dtype, near[0][1].get(key, ""))
         and len({dtypes.get(key) for _, dtypes in near}) == 1
+        # Of two checkpoints in F16 and BF16 the later one is told.
+        and not (is_single and not is_newest and _is_rounded(near[0][1][key], dtype))
     )
-    if lower:
-        (dtype, wanted), _ = lower.most_common(1)[0]
-        is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
-        yield (RoundedEntry if is_between else LowerPrecision)(
-            path=path,
-            holds=f"{count_of(lower.total(), 'tensor')} in {dtype}",
-            expected=f"{wanted}, as in {next_to_it(len(near))}",
-            effect="the load succeeds, with rounded values",
-        )
+    if not lower:
+        return
+    (dtype, wanted), _ = lower.most_common(1)[0]
+    holds = f"{count_of(lower.total(), 'tensor')} in {dtype}"
+    if is_single and is_newest:
+        yield UndecidedEntry.of(path, holds, wanted, nearest)
+        return
+    is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
+    yield (RoundedEntry if is_between else LowerPrecision)(
+        path=path,
+        holds=holds,
+        expected=f"{wanted}, as in {next_to_it(len(near))}",
+        effect="the load succeeds, with rounded values",
+    )
 
 
 def _is_rounded(dtype: str, expected: str) -> bool:

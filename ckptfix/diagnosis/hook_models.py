@@ -21,14 +21,19 @@ from ckptfix.checkpoint.model_configs import (
     config_of_model,
     may_hold_weights,
 )
-from ckptfix.checkpoint.neighbours import Neighbours, are_on_both_sides, next_to_it
+from ckptfix.checkpoint.neighbours import Neighbour, Neighbours, are_on_both_sides, next_to_it
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.samples import Piece, are_equal, samples_of, weights_in
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.exchanged import rounded
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.inconsistent import UnsavedParameters
-from ckptfix.diagnosis.findings.misplaced import ChangedEntry, CopiedAverage, MisplacedEntry
+from ckptfix.diagnosis.findings.misplaced import (
+    ChangedEntry,
+    CopiedAverage,
+    MisplacedEntry,
+    UndecidedEntry,
+)
 from ckptfix.diagnosis.optimizer_states import Weights, diagnose_optimizers, weights_of
 from ckptfix.diagnosis.other_configs import other_configs
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
@@ -265,45 +270,50 @@ def _unlike_neighbours(
     So are those of a lower precision.
 
     Of two checkpoints either may be the changed one, unless the optimizer contradicts this one
-    (``is_doubted``), or it alone has one word before all of its keys. At an end of the run the
-    script may have changed the model: one that adds a module to ``unet`` for its second phase
-    leaves the config as it is. That is a note.
+    (``is_doubted``), or it alone has one word before all of its keys: that is a note about the later
+    one. At an end of the run the script may have changed the model: one that adds a module to
+    ``unet`` for its second phase leaves the config as it is. That is a note, too.
     """
     for model in models:
         own = model.keys
-        near: list[tuple[bool, HookModel]] = []
-        for is_earlier, there in _models_near(model, neighbours) if own else ():
-            near.append((is_earlier, there))
+        near: list[tuple[Neighbour, HookModel]] = []
+        for neighbour, there in _models_near(model, neighbours) if own else ():
+            near.append((neighbour, there))
             if (there.keys, there.dtypes) == (own, model.dtypes):
                 break
-        expected = near[0][1].keys if near else own
-        if near and own == expected:
+        if not near:
+            continue
+        nearest, expected = near[0][0], near[0][1].keys
+        if own == expected:
             yield from rounded(
-                model.weights, model.dtypes, [(earlier, there.dtypes) for earlier, there in near]
+                model.weights,
+                model.dtypes,
+                [(neighbour.is_earlier, there.dtypes) for neighbour, there in near],
+                nearest.name if nearest.is_of_same_run else "",
             )
         if own == expected or any(there.keys != expected for _, there in near):
             continue
-        is_between = are_on_both_sides(is_earlier for is_earlier, _ in near)
+        is_between = are_on_both_sides(neighbour.is_earlier for neighbour, _ in near)
         # A newer diffusers has other keys for LoRA, from one save of a run on.
         is_prefixed = not model.is_lora and _is_prefixed(own, expected)
         is_other = not model.is_lora and (is_prefixed or own.keys().isdisjoint(expected))
         if len(near) > 1 or is_doubted or is_prefixed:
             is_wrong = is_between or is_doubted or is_other
             yield _of_keys(model, own, expected, next_to_it(len(near)), is_wrong=is_wrong)
+        elif nearest.is_earlier:
+            holds, wanted = _difference(own, expected)
+            yield UndecidedEntry.of(model.weights, holds, wanted, nearest.name)
 
 
-def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[bool, HookModel]]:
-    """Yield the model in each of the nearest saves that has one with the same config.
-
-    Before it: whether the save is an earlier one.
-    """
+def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[Neighbour, HookModel]]:
+    """Yield each of the nearest saves that has the model with the same config, and its model."""
     config = None if model.is_lora else model.config
     for neighbour in neighbours.nearest() if config is not None or model.is_lora else ():
         with suppress(CkptfixError, OSError), neighbour.opened() as root:
             there = root / model.path
             # In a store a header costs as many requests as a whole check of a small folder.
             if store_of(root) is not None and _has_sizes(there, model.folder):
-                yield neighbour.is_earlier, model
+                yield neighbour, model
                 continue
             config_there = config_of_model(there) if config is not None else None
             if config is not None and (
@@ -312,7 +322,7 @@ def _models_near(model: HookModel, neighbours: Neighbours) -> Iterator[tuple[boo
                 continue
             scan = scan_folder(there, wanted=lambda name: name.stem == LORA or not model.is_lora)
             if (model_there := HookModel(model.path, scan)).keys:
-                yield neighbour.is_earlier, model_there
+                yield neighbour, model_there
 
 
 def _has_sizes(there: AnyPath, folder: CheckpointFolder) -> bool:
@@ -404,11 +414,17 @@ def _of_keys(
     *,
     is_wrong: bool = True,
 ) -> MisplacedEntry:
-    strange = len(own.items() - expected.items())
-    words = f", {strange} of them with different keys or shapes" if strange else ""
+    holds, wanted = _difference(own, expected)
     return (MisplacedEntry if is_wrong else ChangedEntry)(
         path=model.weights,
-        holds=f"{count_of(len(own), 'tensor')}{words}",
-        expected=f"{count_of(len(expected), 'tensor')}, as in {place}",
+        holds=holds,
+        expected=f"{wanted}, as in {place}",
         effect=_OF_LORA if model.is_lora else "from_pretrained fails in the load hook",
     )
+
+
+def _difference(own: Mapping[str, Shape], expected: Mapping[str, Shape]) -> tuple[str, str]:
+    """Return in words what a model has, and what it should have."""
+    strange = len(own.items() - expected.items())
+    words = f", {strange} of them with different keys or shapes" if strange else ""
+    return f"{count_of(len(own), 'tensor')}{words}", count_of(len(expected), "tensor")

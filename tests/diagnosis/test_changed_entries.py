@@ -20,7 +20,10 @@ from ckptfix import latest_checkpoint
 from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Resume
+from tests.commanding import Said, said
 from tests.diagnosis.test_resumable import Change, edited
+
+__all__ = ["said"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -333,10 +336,111 @@ def test_a_damaged_neighbour_shows_nothing(tmp_path: Path) -> None:
     assert check(folders[2]).findings == ()
 
 
-def test_one_neighbour_does_not_show_which_of_the_two_is_wrong(tmp_path: Path) -> None:
+def _in_half(state: dict[str, Any]) -> None:
+    for moments in state["state"].values():
+        moments |= {name: value.half() for name, value in moments.items() if name != "step"}
+
+
+HALVED: Mapping[str, tuple[Change, str]] = {
+    "weights in F16": (
+        of_model(
+            lambda state: {
+                key: tensor.half() if tensor.is_floating_point() else tensor
+                for key, tensor in state.items()
+            }
+        ),
+        "model.safetensors: it holds 8 tensors in F16 (expected F32",
+    ),
+    "moments in F16": (edited(_in_half), "optimizer.bin: it holds 12 tensors in F16 (expected F32"),
+}
+UNDECIDED: Mapping[str, tuple[Change, str]] = {
+    "every key renamed": (
+        WRONG["every key renamed"],
+        "model.safetensors: it holds 9 of 9 keys under a different name, such as "
+        "'body.first.bias' (expected 'norm.bias'",
+    ),
+    "wrapped keys": (
+        WRONG["wrapped keys"],
+        "model.safetensors: it holds 9 of 9 keys with different wrappers, such as "
+        "'module.first.bias' (expected 'first.bias'",
+    ),
+    "a running mean lost": (
+        BROKEN["a running mean lost"],
+        "model.safetensors: it holds 8 tensors, without 'norm.running_mean' (expected 9 tensors",
+    ),
+    "a tensor more": (
+        POSSIBLE["a tensor more"],
+        "model.safetensors: it holds 10 tensors, 1 of them with different keys or shapes "
+        "(expected 9 tensors",
+    ),
+    "two param groups": (
+        POSSIBLE["two param groups"],
+        "optimizer.bin: it holds 2 param groups with 6 parameters (2, 4) (expected 1 param "
+        "group with 6 parameters",
+    ),
+    **HALVED,
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_the_later_of_two_checkpoints_that_differ_is_a_note(
+    name: str, tmp_path: Path, said: Said
+) -> None:
+    """``total_limit=2`` keeps two: nothing shows which of them is wrong, and both were clean."""
+    folders = saves(tmp_path, Run(Normed()), (1, 2))
+    change, words = UNDECIDED[name]
+    change(folders[1])
+    assert check(folders[0]).findings == ()
+    [finding] = [one for one in check(folders[1]).findings if one.code == "wrong-state"]
+    assert (finding.severity.value, finding.differs) == ("note", True)
+    assert str(finding) == f"{words}, as in checkpoint_1)"
+    assert "resume from checkpoint_1, or copy both files again" in finding.advice
+    assert latest_checkpoint(tmp_path) == folders[1]
+    _, out, _ = said("check", "-r", tmp_path)
+    assert f"the newest one without problems: {folders[0]}" in out
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_a_change_of_the_earlier_of_two_checkpoints_is_a_note(name: str, tmp_path: Path) -> None:
+    """Who resumes takes the later one: it is the one to compare with the script. Of two precisions
+    the lower one is told, wherever it is.
+    """
+    folders = saves(tmp_path, Run(Normed()), (1, 2))
+    UNDECIDED[name][0](folders[0])
+    lower, told = (folders if name in HALVED else folders[::-1])[0], []
+    for root in folders:
+        told += [(one.code, root) for one in check(root).findings if one.differs]
+    assert told == [("wrong-state", lower)]
+    assert check(folders[1]).status == 0
+
+
+def test_two_checkpoints_in_types_of_16_bits_are_told_once(tmp_path: Path) -> None:
     folders = saves(tmp_path, Run(), (1, 2))
-    WRONG["every key renamed"](folders[1])
-    assert [check(root).findings for root in folders] == [(), ()]
+    for root, dtype in zip(folders, (torch.float16, torch.bfloat16), strict=True):
+        path = root / "model.safetensors"
+        save_file({key: one.to(dtype) for key, one in load_file(path).items()}, path)
+    (finding,) = [one for root in folders for one in check(root).findings if one.differs]
+    assert str(finding).endswith("4 tensors in BF16 (expected F16, as in checkpoint_1)")
+
+
+def test_two_runs_of_a_sweep_are_not_compared(tmp_path: Path) -> None:
+    for name in UNDECIDED:
+        folders = [Run(Normed()).save(tmp_path / name / f"run_{number}") for number in (1, 2)]
+        UNDECIDED[name][0](folders[1])
+        siblings = Siblings([tmp_path], is_recursive=True)
+        for root in folders:
+            found = check(root, siblings=siblings).findings
+            assert not any(one.differs for one in found), (name, found)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_emptied_model_is_told_itself_whatever_the_only_neighbour_is(
+    at: int, tmp_path: Path
+) -> None:
+    folders = saves(tmp_path, Run(), (1, 2))
+    of_model(lambda state: {})(folders[at])
+    assert [check(root).status for root in folders] == [int(at == 0), int(at == 1)]
+    assert check(folders[1 - at]).findings == ()
 
 
 class Sum(nn.Module):  # type: ignore[misc]

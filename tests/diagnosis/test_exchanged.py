@@ -385,6 +385,17 @@ def test_wrappers_on_some_keys_are_told_by_one_checkpoint_next_to_it(
     assert told(folders[1 - at]) == []
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_of_two_models_that_changed_is_told_of_the_later_checkpoint_alone(
+    at: int, tmp_path: Path
+) -> None:
+    """Both checkpoints had the note, so that ``check -r`` named none that is clean."""
+    folders = saves(tmp_path, Run(), (1, 2))
+    rewrite(folders[at], grown)
+    assert is_refused(folders[at])
+    assert [[severity for severity, _ in told(root)] for root in folders] == [[], ["note"]]
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_tensor_with_and_without_a_wrapper_is_told_where_it_differs(
     at: int, tmp_path: Path

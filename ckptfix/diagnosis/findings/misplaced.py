@@ -99,6 +99,33 @@ class ChangedEntry(MisplacedEntry, frozen=True):
         return f"with the script that saved its neighbours, {super().advice}"
 
 
+class UndecidedEntry(ChangedEntry, frozen=True, kw_only=True):
+    """An entry of the later one of two checkpoints that differ: no third one shows which of them is
+    wrong. ``script``: the earlier one.
+    """
+
+    script: str
+
+    @classmethod
+    def of(cls, path: PurePosixPath, holds: str, expected: str, script: str) -> "UndecidedEntry":
+        """Return the finding about the file at ``path``, in words."""
+        return cls(
+            path=path,
+            holds=holds,
+            expected=f"{expected}, as in {script}",
+            effect="nothing shows which of the two files is right",
+            script=script,
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to take the checkpoint that the run is known to have continued from."""
+        return (
+            f"{self.effect}. If the script did not change after {self.script}, resume from "
+            f"{self.script}, or copy both files again from their source. Otherwise ignore this"
+        )
+
+
 class CopiedAverage(ChangedEntry, frozen=True):
     """An average with the weights of its model, where either may have been copied over the other."""
 
