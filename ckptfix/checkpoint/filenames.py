@@ -506,3 +506,39 @@ def run_state_name(rank: int) -> str:
 
 TRAINER_STATE = "trainer_state.json"
 """The file that transformers' Trainer writes last; it holds the step."""
+
+
+_COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
+"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads
+and atomic writers.
+"""
+
+_DOWNLOADING = re.compile(
+    r"(.+?)\.(?:aria2|bc!|crdownload|download|filepart|opdownload|part\.minio|!qB|!ut|(?:[0-9a-f]{8}\.)?partial)"
+    r"|(.+)_\.gstmp|(.+)\.(?=[0-9]*[A-Fa-f])[0-9A-Fa-f]{8}",
+    re.DOTALL,
+)
+"""Temporary names of downloads: by browsers, aria2, torrents, WinSCP and rclone; and by the clients
+of object stores.
+
+Those are gsutil's ``NAME_.gstmp``, and ``NAME.6eB15D0c`` of boto3 and the AWS client.
+``NAME.download`` is a folder of Safari. aria2 gives the file its name at once, and ``NAME.aria2``
+exists until all of it is there.
+"""
+
+
+def copied_name(name: str) -> str:
+    """Return the name that the file of an unfinished copy was to get, "" if it has no temporary
+    name.
+    """
+    return _intended(_COPYING, name)
+
+
+def downloaded_name(name: str) -> str:
+    """Return the same of an unfinished download."""
+    return _intended(_DOWNLOADING, name)
+
+
+def _intended(pattern: re.Pattern[str], name: str) -> str:
+    match = pattern.fullmatch(name)
+    return next(filter(None, match.groups()), "") if match else ""

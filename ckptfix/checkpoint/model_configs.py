@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name, weights_names
+from ckptfix.checkpoint.filenames import (
+    TRAINER_STATE,
+    copied_name,
+    downloaded_name,
+    parse_file_name,
+    weights_names,
+)
 from ckptfix.checkpoint.folder_names import is_one_of_several
 from ckptfix.checkpoint.rank_names import parse_dcp_name
 from ckptfix.checkpoint.roles import NOT_STATES, is_of_macos
@@ -317,46 +323,60 @@ def lost_models(
         if str(lost.config.parent) not in told and not may_hold_weights(root / lost.config.parent):
             yield lost
     # A component without a folder is loaded from the pipeline's own folder.
-    if not {CONFIG, "scheduler_config.json", "preprocessor_config.json"} & set(names):
+    if not {CONFIG, SCHEDULER, OF_PROCESSORS[0]} & set(names):
         for component, model in pipeline_components(root).items():
             if not _holds_any(root / component):
                 is_empty = (root / component).exists()
                 yield LostModel(
                     PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty
                 )
-            elif "Tokenizer" in model and _lacks_words(root / component):
-                yield LostModel(
-                    PurePosixPath(PIPELINE), model, component=component, lacks="vocabulary"
-                )
-            elif _lacks_config(root / component):
-                yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=CONFIG)
+            elif lacks := _lacks(root / component, model):
+                yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=lacks)
 
 
-_NO_VOCABULARY = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+NO_VOCABULARY = frozenset(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"))
+"""Settings of a tokenizer. Their names are the same for all classes, those of a vocabulary are
+not.
+"""
+
+SCHEDULER = "scheduler_config.json"
+OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Configs of feature extractors and image processors: transformers 5 looks for both."""
+
+_OF_CLASSES = {
+    "Scheduler": (SCHEDULER,),
+    "FeatureExtractor": OF_PROCESSORS,
+    # VaeImageProcessor is one of diffusers.
+    "ImageProcessor": (*OF_PROCESSORS, CONFIG),
+}
+"""Word in the name of a class without weights -> the configs of which it reads one (diffusers 0.42,
+transformers 5.23).
+"""
 
 
-def _lacks_words(folder: AnyPath) -> bool:
-    """Return whether the folder of a tokenizer has its settings alone. Their names are the same for
-    all classes, those of a vocabulary are not.
+def _lacks(folder: AnyPath, model: str) -> str:
+    """Return what the folder of a component lacks, as its class always has it; "" for nothing.
+
+    Of a model that is its config, next to weights of a library: ``from_pretrained`` looks for both.
+    A folder with nothing but unfinished copies lacks it, too.
     """
     try:
-        return all(name in _NO_VOCABULARY for name in names_in(folder))
+        names = complete_names(names_in(folder))
     except OSError:
-        return False
-
-
-def _lacks_config(folder: AnyPath) -> bool:
-    """Return whether a folder has weights of a library, and no config: ``from_pretrained`` looks
-    for both.
-    """
-    try:
-        names = names_in(folder)
-    except OSError:
-        return False
+        return ""
+    if "Tokenizer" in model:
+        return "" if names - NO_VOCABULARY else "vocabulary"
+    for word, configs in _OF_CLASSES.items():
+        if word in model:
+            return "" if names.intersection(configs) else configs[0]
     parsed = filter(None, map(parse_file_name, names))
-    return CONFIG not in names and any(
-        name.is_of_library and name.model is not None for name in parsed
-    )
+    has_weights = any(name.is_of_library and name.model is not None for name in parsed)
+    return CONFIG if CONFIG not in names and (has_weights or not names) else ""
+
+
+def complete_names(names: Iterable[str]) -> frozenset[str]:
+    """Return names without the temporary ones of unfinished copies and downloads."""
+    return frozenset(name for name in names if not (copied_name(name) or downloaded_name(name)))
 
 
 class _Module(NamedTuple):
@@ -462,12 +482,7 @@ _LISTS = {PIPELINE: "DiffusionPipeline.from_pretrained", MODULES: "SentenceTrans
 """
 
 
-_OF_COMPONENTS = (
-    "scheduler_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer_config.json",
-)
+_OF_COMPONENTS = (SCHEDULER, *OF_PROCESSORS, "tokenizer_config.json")
 
 
 def broken_lists(root: AnyPath) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,13 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.completion_markers import missing_marker
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, is_of_checkpoint
 from ckptfix.checkpoint.downloads import HalfDownload
-from ckptfix.checkpoint.filenames import TRAINER_STATE, names_weights, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    TRAINER_STATE,
+    copied_name,
+    downloaded_name,
+    names_weights,
+    parse_file_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.checkpoint.model_configs import (
@@ -32,24 +38,6 @@ from ckptfix.storage.paths import JOURNAL
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 """Temporary names of ``save_file`` of safetensors."""
 
-_COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
-"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads
-and atomic writers.
-"""
-
-_DOWNLOADING = re.compile(
-    r"(.+?)\.(?:aria2|bc!|crdownload|download|filepart|opdownload|part\.minio|!qB|!ut|(?:[0-9a-f]{8}\.)?partial)"
-    r"|(.+)_\.gstmp|(.+)\.(?=[0-9]*[A-Fa-f])[0-9A-Fa-f]{8}",
-    re.DOTALL,
-)
-"""Temporary names of downloads: by browsers, aria2, torrents, WinSCP and rclone; and by the clients
-of object stores.
-
-Those are gsutil's ``NAME_.gstmp``, and ``NAME.6eB15D0c`` of boto3 and the AWS client.
-``NAME.download`` is a folder of Safari. aria2 gives the file its name at once, and ``NAME.aria2``
-exists until all of it is there.
-"""
-
 _JSON = (CONFIG, ADAPTER, GENERATION, PIPELINE, TRAINER_STATE)
 """Small files of which an unfinished download is named where the file itself is missing."""
 
@@ -60,13 +48,7 @@ def is_unfinished(name: str) -> bool:
     """
     if name == METADATA_UNFINISHED:
         return False
-    return bool(_SAVING.fullmatch(name)) or is_of_checkpoint(_intended(_COPYING, name))
-
-
-def _intended(pattern: re.Pattern[str], name: str) -> str:
-    """Return the name that an unfinished file was to get, "" if it has no temporary name."""
-    match = pattern.fullmatch(name)
-    return next(filter(None, match.groups()), "") if match else ""
+    return bool(_SAVING.fullmatch(name)) or is_of_checkpoint(copied_name(name))
 
 
 def interrupted(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[InterruptedSave]:
@@ -94,7 +76,7 @@ def _unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterat
     loose = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
     there = {*loose, *(one.path for one in folder.components), *folder.subfolders}
     for path in (*loose, *(path for path in folder.subfolders if path.suffix == ".download")):
-        copied, downloaded = _intended(_COPYING, path.name), _intended(_DOWNLOADING, path.name)
+        copied, downloaded = copied_name(path.name), downloaded_name(path.name)
         wanted = copied or downloaded
         is_missing = bool(wanted) and path.with_name(wanted) not in there
         is_download = is_of_checkpoint(downloaded) and (is_missing or path.suffix == ".aria2")

@@ -881,8 +881,50 @@ def _index(root: Path, **changed: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
+def _without(path: str, *leftovers: str) -> Callable[[Path], None]:
+    """Return a change that removes a file of a pipeline, and leaves others in its folder."""
+
+    def change(root: Path) -> None:
+        (root / path).unlink()
+        for name in leftovers:
+            (root / path).with_name(name).write_bytes(b"{")
+
+    return change
+
+
+def _zeroed(root: Path) -> None:
+    (root / SCHEDULER).write_bytes(bytes(90))
+
+
+def _without_folder(root: Path) -> None:
+    shutil.rmtree(root / "scheduler")
+
+
+SCHEDULER = "scheduler/scheduler_config.json"
+NO_SCHEDULER = "scheduler/ has no scheduler_config.json, which DDPMScheduler loads"
+UNET_WEIGHTS = "diffusion_pytorch_model.safetensors"
+
 PIPELINES: dict[str, tuple[Callable[[Path], None], str]] = {
     "healthy": (lambda root: None, ""),
+    "an empty folder of the scheduler": (_without(SCHEDULER), NO_SCHEDULER),
+    "a copy by rsync that was cut": (
+        _without(SCHEDULER, ".scheduler_config.json.Xy12ab"),
+        NO_SCHEDULER,
+    ),
+    "a download that was cut": (_without(SCHEDULER, "scheduler_config.json.part"), NO_SCHEDULER),
+    "no folder of the scheduler": (_without_folder, NO_SCHEDULER),
+    "a scheduler that is not JSON": (
+        _zeroed,
+        f"{SCHEDULER}: ",
+    ),
+    "no weights of the unet": (
+        _without(f"unet/{UNET_WEIGHTS}", f".{UNET_WEIGHTS}.Xy12ab"),
+        f"unet/ has no {UNET_WEIGHTS} or diffusion_pytorch_model.bin, which UNet2DModel loads",
+    ),
+    "no config of the unet": (
+        _without("unet/config.json"),
+        "unet/ has no config.json, which UNet2DModel loads",
+    ),
     "an extra component, which is ignored": (
         lambda root: _index(root, vae=["diffusers", "AutoencoderKL"]),
         "",
@@ -927,13 +969,72 @@ def test_a_pipeline_is_asked_for_its_class_and_components(tmp_path: Path, damage
     assert outcome.status == bool(words)
     assert outcome.components is None or not outcome.unchecked
     if words:
-        assert report.status == 1
+        # Without its config the model itself is not checked.
+        assert report.status == (3 if words.startswith("unet/ has no config") else 1)
         with pytest.raises((ValueError, AttributeError, OSError)):
             diffusers.DiffusionPipeline.from_pretrained(root)
     else:
         diffusers.DiffusionPipeline.from_pretrained(root)
         assert "2 components, none is missing" in str(report)
         assert not any("model_index.json names" in words for words in report.not_checked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names", "words"),
+    [
+        ("CLIPTokenizer", ["tokenizer.json"], None),
+        ("CLIPTokenizer", ["vocab.json", "merges.txt"], None),
+        ("CLIPTokenizer", ["vocab.json", ".merges.txt.Xy12ab"], ""),
+        (
+            "CLIPTokenizer",
+            ["tokenizer_config.json", "vocab.json.part"],
+            "vocab.json and merges.txt or tokenizer.json",
+        ),
+        ("ByT5Tokenizer", ["tokenizer_config.json"], ""),
+        ("CLIPImageProcessor", ["preprocessor_config.json"], None),
+        (
+            "CLIPImageProcessor",
+            [".preprocessor_config.json.Xy12ab"],
+            "preprocessor_config.json or processor_config.json",
+        ),
+        ("CLIPTextModel", ["config.json", "model.safetensors.index.json"], None),
+        ("CLIPTextModel", ["config.json", "model.fp16.safetensors"], ""),
+        ("CLIPTextModel", ["model.safetensors"], "config.json"),
+        ("CLIPTextModel", ["config.json"], "model.safetensors or pytorch_model.bin"),
+    ],
+)
+def test_files_of_a_component_of_transformers(
+    tmp_path: Path, kind: str, names: list[str], words: str | None
+) -> None:
+    """``words``: the files that it lacks, None for none, "" where ckptfix does not know."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("{}")
+    index = {"_class_name": "StableDiffusionPipeline", "tokenizer": ["transformers", kind]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    damaged(of_diffusers("UNet2DConditionModel"), "healthy", tmp_path / "unet")
+    outcome = check(tmp_path, load=True).load[0]
+    assert (f"tokenizer/ has no {words}, which {kind} loads" in outcome.refused) is bool(words)
+    assert ("tokenizer/ has no" in outcome.refused) is bool(words)
+    unknown = f"whether tokenizer/ has the files that {kind} loads"
+    assert outcome.unknown == (() if words or words is None else (unknown,))
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_another_variant_is_not_said_to_have_all(tmp_path: Path) -> None:
+    root = tmp_path / "pipeline"
+    unet = diffusers.UNet2DModel(
+        block_out_channels=(4,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+        norm_num_groups=2, layers_per_block=1, sample_size=8, in_channels=1, out_channels=1,
+    )  # fmt: skip
+    pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+    pipeline.save_pretrained(root, variant="fp16")
+    report = check(root, load=True)
+    assert "none is missing" not in str(report)
+    unknown = "whether unet/ has the files that UNet2DModel loads"
+    assert any(words == f"model_index.json: {unknown}" for words in report.not_checked)
 
 
 @pytest.mark.slow

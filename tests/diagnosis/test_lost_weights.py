@@ -136,6 +136,57 @@ def test_a_pipeline_that_lacks_a_component(
     assert (status, f"warning missing-model: {words}" in out) == (1, True)
 
 
+@pytest.mark.parametrize(
+    "leftover", [".scheduler_config.json.Xy12ab", "scheduler_config.json.part", "README.md"]
+)
+def test_a_component_without_the_config_that_its_class_always_has(
+    made: Path, tmp_path: Path, leftover: str
+) -> None:
+    """An interrupted copy leaves its temporary file in the folder, which counted as complete."""
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    config = folder / "scheduler/scheduler_config.json"
+    config.rename(config.with_name(leftover))
+    with pytest.raises(OSError, match="no file named"):
+        diffusers.DiffusionPipeline.from_pretrained(folder)
+    assert [str(finding) for finding in check(folder).all_findings] == [
+        "scheduler/ has no scheduler_config.json: model_index.json lists it as DDPMScheduler, so "
+        "the pipeline cannot be loaded"
+    ]
+    assert check(folder).status == 1
+
+
+def test_a_model_of_which_unfinished_copies_alone_are_there(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    for name in ("config.json", WEIGHTS):
+        (folder / "unet" / name).rename(folder / "unet" / f".{name}.Xy12ab")
+    assert "unet/ has no config.json" in "".join(map(str, check(folder).all_findings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "complete", "lost"),
+    [
+        ("CLIPImageProcessor", ("preprocessor_config.json",), "preprocessor_config.json"),
+        ("CLIPImageProcessorPil", ("processor_config.json",), "preprocessor_config.json"),
+        ("VaeImageProcessor", ("config.json",), "preprocessor_config.json"),
+        ("CLIPFeatureExtractor", ("preprocessor_config.json",), "preprocessor_config.json"),
+        ("CLIPTokenizer", ("vocab.json", "tokenizer_config.json"), "vocabulary"),
+    ],
+)
+def test_components_without_weights(
+    made: Path, tmp_path: Path, kind: str, complete: tuple[str, ...], lost: str
+) -> None:
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    index = json.loads((folder / "model_index.json").read_text())
+    index["part"] = ["transformers", kind]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "part").mkdir()
+    for name in complete:
+        (folder / "part" / name).write_text("{}")
+    assert check(folder).status == 0
+    (folder / "part" / complete[0]).rename(folder / "part" / f"{complete[0]}.part")
+    assert f"part/ has no {lost}" in "".join(map(str, check(folder).all_findings))
+
+
 def test_a_pipeline_that_loads(made: Path, tmp_path: Path, said: Said) -> None:
     for name in ("lone", "pipeline"):
         diffusers.DiffusionPipeline.from_pretrained(made / name)

@@ -26,8 +26,17 @@ from unittest.mock import patch
 import torch
 from torch.torch_version import TorchVersion
 
+from ckptfix.checkpoint.filenames import parse_file_name, weights_names
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY
-from ckptfix.checkpoint.model_configs import ADAPTER, PIPELINE, read_config
+from ckptfix.checkpoint.model_configs import (
+    ADAPTER,
+    CONFIG,
+    NO_VOCABULARY,
+    OF_PROCESSORS,
+    OTHER_WEIGHTS,
+    PIPELINE,
+    read_config,
+)
 from ckptfix.devices.reload.outputs import ANYTHING, in_words
 from ckptfix.diagnosis.loads.loaders import MEMORY, PATIENCE, Asked
 from ckptfix.diagnosis.loads.outcome import LoadOutcome, Mismatch
@@ -319,8 +328,8 @@ def _of_diffusers(
 
 
 def _of_pipeline(library: Any, asked: Asked, answer: LoadOutcome) -> LoadOutcome:
-    """Ask whether the class of a pipeline takes the components that it lists. None is made: each is
-    asked about in its own folder.
+    """Ask whether the class of a pipeline takes the components that it lists, and has the files of
+    each. None is made: weights are asked about in their own folder.
     """
     from diffusers import pipelines
     from diffusers.pipelines import pipeline_loading_utils as loading
@@ -344,17 +353,84 @@ def _of_pipeline(library: Any, asked: Asked, answer: LoadOutcome) -> LoadOutcome
         if key in expected and isinstance(value, list | tuple) and value[0] is not None
     }
     refused: list[str] = []
+    unknown: list[str] = []
     for key, (source, kind) in components.items():
         try:
-            loading.get_class_obj_and_candidates(
+            class_of_component, _ = loading.get_class_obj_and_candidates(
                 source, kind, loading.ALL_IMPORTABLE_CLASSES, pipelines, hasattr(pipelines, source)
             )
         except ANYTHING as error:
             refused.append(f"{key}: {in_words(error)}")
+            continue
+        try:
+            names = frozenset(asked.components[key])
+            lacks = tuple(_files_lacking(library, class_of_component, names))
+        except ANYTHING:
+            # A component may be of any class, and its folder one that may not be listed.
+            unknown.append(f"whether {key}/ has the files that {kind} loads")
+            continue
+        refused += (f"{key}/ has no {words}, which {kind} loads" for words in lacks)
     absent = sorted({*expected} - components.keys() - {*cls._optional_components})
     if absent:
         refused.append(f"{PIPELINE} does not list {list_names(absent)}")
-    return answer._replace(loads=name, components=len(components), refused="; ".join(refused))
+    return answer._replace(
+        loads=name,
+        components=len(components),
+        refused="; ".join(refused),
+        unknown=tuple(unknown),
+    )
+
+
+def _files_lacking(library: Any, cls: Any, names: frozenset[str]) -> Iterator[str]:
+    """Yield in words the files that a class of a pipeline's component looks for, and that are not
+    among ``names``. Raises Unchecked.
+    """
+    configs: tuple[str, ...]
+    if issubclass(cls, library.ConfigMixin):
+        configs, weights = (cls.config_name,), "diffusers"
+    else:
+        transformers = _imported("transformers")
+        weights = "transformers"
+        if issubclass(cls, transformers.PreTrainedTokenizerBase):
+            yield from _vocabulary_lacking(cls, names)
+            return
+        if issubclass(cls, transformers.PreTrainedModel):
+            configs = (CONFIG,)
+        elif issubclass(
+            cls, (transformers.FeatureExtractionMixin, transformers.ImageProcessingMixin)
+        ):
+            configs = OF_PROCESSORS
+        else:
+            raise Unchecked(f"the files of {cls.__name__} are not known")
+    if lacks_config := names.isdisjoint(configs):
+        yield " or ".join(configs)
+    wanted = weights_names(weights)
+    if not issubclass(cls, torch.nn.Module) or names.intersection(
+        (*wanted, *(f"{name}.index.json" for name in wanted))
+    ):
+        return
+    if not any(map(_may_be_weights, names)):
+        yield " or ".join(wanted)
+    elif not lacks_config:
+        raise Unchecked("only a variant or another format is there")
+
+
+def _vocabulary_lacking(cls: Any, names: frozenset[str]) -> Iterator[str]:
+    """Yield in words the files of a vocabulary where a folder has the settings of a tokenizer
+    alone. Raises Unchecked where it has a part of them.
+    """
+    own: dict[str, str] = dict(cls.vocab_files_names)
+    fast = own.pop("tokenizer_file", None)
+    if fast in names or (own and names.issuperset(own.values())):
+        return
+    if names - NO_VOCABULARY or not (own or fast):
+        raise Unchecked("a vocabulary under another name")
+    yield " or ".join(filter(None, (" and ".join(own.values()), fast)))
+
+
+def _may_be_weights(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed.is_of_library if parsed is not None else name.endswith(OTHER_WEIGHTS)
 
 
 _MISSING = re.compile(

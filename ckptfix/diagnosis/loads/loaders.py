@@ -16,7 +16,15 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import weights_names
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import CONFIG_OF_LIBRARY, Config, Load, loads_of
-from ckptfix.checkpoint.model_configs import CONFIG, PIPELINE, broken_config, read_config
+from ckptfix.checkpoint.model_configs import (
+    CONFIG,
+    PIPELINE,
+    broken_config,
+    broken_lists,
+    complete_names,
+    pipeline_components,
+    read_config,
+)
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.config_faults import MissingHead
@@ -31,6 +39,7 @@ from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
 from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
 from ckptfix.diagnosis.loads.outcome import LoadOutcome, read_outcome
 from ckptfix.hardware import Child, ChildEnded
+from ckptfix.storage.files import AnyPath, names_in
 
 PATIENCE = 120.0
 """Seconds for one load: the import of torch and transformers takes 5, a load on the meta device
@@ -73,6 +82,8 @@ class Asked(NamedTuple):
 
     ``path``: the file with the weights, or their index. ``tensors``: key -> dtype in safetensors'
     words, and shape. ``home``: the folder from which a relative path in a config begins.
+    ``components``: the names in the folder of each component of a pipeline, as far as they can be
+    listed.
     """
 
     library: str
@@ -80,6 +91,7 @@ class Asked(NamedTuple):
     configs: Mapping[str, Config]
     tensors: Mapping[str, tuple[str, Sequence[int]]]
     home: str = ""
+    components: Mapping[str, Sequence[str]] = {}
 
 
 class Loaders:
@@ -192,8 +204,12 @@ class Loaders:
             yield answer._replace(refused=f"{PIPELINE} cannot be read")
         elif script:
             yield answer._replace(unchecked=f"{script} is custom code, which ckptfix never runs")
+        elif broken := next(broken_lists(folder.root), None):
+            yield answer._replace(refused=": ".join(broken))
         else:
-            yield self._answer(Asked("diffusers", PIPELINE, {PIPELINE: index}, {}), answer)
+            components = dict(_names_of_components(folder.root))
+            asked = Asked("diffusers", PIPELINE, {PIPELINE: index}, {}, components=components)
+            yield self._answer(asked, answer)
 
     def _answer(self, asked: Asked, answer: LoadOutcome) -> LoadOutcome:
         try:
@@ -204,6 +220,20 @@ class Loaders:
         return outcome._replace(
             path=answer.path, refused=_PLACE.sub("this folder", outcome.refused)
         )
+
+
+def _names_of_components(root: AnyPath) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the components of a pipeline with the complete files in their folders, sorted.
+
+    diffusers loads a component without a folder from that of the pipeline.
+    """
+    for component in pipeline_components(root):
+        with suppress(OSError):
+            try:
+                names = names_in(root / component)
+            except (FileNotFoundError, NotADirectoryError):
+                names = names_in(root)
+            yield component, tuple(sorted(complete_names(names)))
 
 
 def _path_of_imports() -> list[str]:

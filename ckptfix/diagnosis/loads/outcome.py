@@ -83,10 +83,8 @@ class LoadOutcome(NamedTuple):
         is_all = not self.status and self.live in (None, self.tensors)
         end = ", nothing stays random" if is_all else ""
         if self.components is not None:
-            used, end = (
-                count_of(self.components, "component"),
-                ", none is missing" if is_all else "",
-            )
+            used = count_of(self.components, "component")
+            end = ", none is missing" if is_all and not self.unknown else ""
         loads = f"{self.loads} from " if self.loads else ""
         colour = "red" if self.status else None
         yield line(f"  load: {self.library}, {loads}{self.path}: {used}{end}", colour=colour)
