@@ -72,11 +72,12 @@ def other_configs(
 
     ``below``: the path of the folder from its checkpoint, where only a hook of the script reads it.
     Between two checkpoints any of the settings is a warning, at an end of the run those are that no
-    run changes.
+    run changes. Of two checkpoints either config may be the changed one: that is a note about the
+    later one.
     """
     for name in (CONFIG, ADAPTER) if folder.only is None else ():
         near = [*_near(folder, name, neighbours, below)] if folder.has_file(name) else []
-        if len(near) < 2:
+        if not near or (len(near) == 1 and not near[0][0]):
             continue
         alike = frozenset.intersection(*(differences for _, _, differences in near))
         is_between = are_on_both_sides(is_earlier for is_earlier, _, _ in near)
@@ -84,13 +85,15 @@ def other_configs(
             sizes = {each for each in alike if _is_size(each, folder)}
             first, *rest = sorted(alike, key=lambda each: (each not in sizes, each))
             _, nearest, _ = near[0]
-            yield (ChangedConfig if is_between or sizes else ChangedSetting)(
+            is_single = len(near) == 1
+            is_wrong = is_between or (sizes and not is_single)
+            yield (ChangedConfig if is_wrong else ChangedSetting)(
                 path=(below or PurePosixPath()) / name,
                 setting=first.setting,
                 value=first.value,
                 expected=first.expected,
                 more=tuple(one.setting for one in rest),
-                known_by=next_to_it(len(near)),
+                known_by=nearest if is_single else next_to_it(len(near)),
                 nearest=nearest,
                 is_of_hook=below is not None,
             )

@@ -145,6 +145,23 @@ def test_settings_that_decide_nothing_or_mean_the_same(
         assert told(root) == []
 
 
+@pytest.mark.parametrize("settings", [SIZES[0], SCALES[0], OF_ADAPTERS[0]], ids=str)
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_later_of_two_checkpoints_with_different_configs_is_a_note(
+    settings: dict[str, Any], number: int, saved: Path, adapted: Path, tmp_path: Path
+) -> None:
+    is_of_adapter = settings in OF_ADAPTERS
+    run = Path(shutil.copytree(adapted if is_of_adapter else saved, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoint-3")
+    edit(run / f"checkpoint-{number}" / (ADAPTER if is_of_adapter else CONFIG), **settings)
+    first, second = (check(run / f"checkpoint-{each}").all_findings for each in (1, 2))
+    assert not any(one.differs for one in first)
+    (finding,) = [one for one in second if one.differs]
+    assert finding.severity.value == "note"
+    assert ", as in checkpoint-1, whose tensors have the same shapes)" in str(finding)
+    assert finding.advice.startswith("if the script did not change it after checkpoint-1, copy ")
+
+
 def test_a_setting_that_a_script_changed_is_a_note_for_its_first_save(
     adapted: Path, tmp_path: Path, said: Said
 ) -> None:
