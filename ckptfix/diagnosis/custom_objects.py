@@ -105,6 +105,9 @@ class _Outline(NamedTuple):
 def other_objects(case: Case) -> Iterator[MisplacedEntry]:
     """Yield the custom objects of another structure than in all checkpoints next to this one, which
     agree, and those whose tensors have other dtypes or whose lists of tensors differ.
+
+    Of the later one of two checkpoints dtypes alone are told: no third one shows that an object has
+    as many keys and tensors in each save.
     """
     own = _outlines(case.folder)
     if not own or case.is_recorded:
@@ -114,10 +117,13 @@ def other_objects(case: Case) -> Iterator[MisplacedEntry]:
         near.append((neighbour.is_earlier, _outlines(there)))
         if near[-1][1] == own:
             return
-    for path, outline in own.items() if len(near) > 1 else ():
+    is_later_of_two = len(near) == 1 and near[0][0]
+    for path, outline in own.items() if len(near) > 1 or is_later_of_two else ():
         known = [(is_earlier, outlines.get(path)) for is_earlier, outlines in near]
         of_path = [(is_earlier, there) for is_earlier, there in known if there is not None]
-        if len(of_path) == len(near):
+        if is_later_of_two:
+            yield from _other_dtypes(path, outline.dtypes, of_path) if of_path else ()
+        elif len(of_path) == len(near):
             yield from (*_other_structure(path, outline.structure, of_path),) or (
                 *_other_dtypes(path, outline.dtypes, of_path),
                 *_other_lists(path, outline.lists, of_path),

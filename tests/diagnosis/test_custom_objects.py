@@ -156,7 +156,21 @@ def test_a_list_that_changes_during_a_run_is_healthy(kind: str, tmp_path: Path) 
     assert [told(path) for path in checkpoints] == [[]] * 4
 
 
-def test_two_checkpoints_show_nothing(tmp_path: Path) -> None:
+def test_two_checkpoints_show_nothing_about_lists(tmp_path: Path) -> None:
     """Either of the two may be the changed one."""
     checkpoints = run_of(tmp_path, [{"kept": SHADOW}, {"kept": SHADOW[:2]}])
     assert [told(path) for path in checkpoints] == [[], []]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_later_of_two_checkpoints_names_tensors_of_another_precision(
+    at: int, tmp_path: Path
+) -> None:
+    states: list[object] = [dict(NAMED), dict(NAMED)]
+    states[at] = {key: tensor.half() for key, tensor in NAMED.items()}
+    first, second = run_of(tmp_path, states)
+    assert told(first) == []
+    (note,) = told(second)
+    words = ("3 tensors of F32 (expected F16", "3 tensors of F16 (expected F32")[at]
+    assert f"{words}, as in the neighbouring checkpoint)" in note
+    assert check(second).status == 0
