@@ -8,11 +8,8 @@ from accelerate.data_loader import DataLoaderShard
 from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
-from ckptfix.training.resuming.positions import (
-    EXPECTING,
-    FOLLOWED,
-    UNCLAIMED,
-    follow,
+from ckptfix.training.resuming.positions import EXPECTING, FOLLOWED, UNCLAIMED, follow
+from ckptfix.training.resuming.prepared_loaders import (
     in_words,
     is_followable,
     is_stateful,

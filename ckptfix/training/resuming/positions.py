@@ -11,18 +11,11 @@ A loader that no watched accelerator holds is iterated by accelerate as before.
 """
 
 import inspect
-import itertools
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
-from accelerate.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-)
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.patching import Method, Patch, Patches
@@ -34,6 +27,19 @@ from ckptfix.training.resuming.generators import (
     restore,
     set_state,
     state_of,
+)
+from ckptfix.training.resuming.prepared_loaders import (
+    FirstAndRest,
+    clear_state,
+    draw_first,
+    fetches_batches,
+    in_words,
+    is_rest_of,
+    is_stateful,
+    per_batch,
+    seedable_sampler,
+    signature,
+    skip_samplers,
 )
 from ckptfix.training.resuming.saved_positions import Moment, Position
 from ckptfix.training.resuming.worker_states import Workers
@@ -114,7 +120,7 @@ def _followed_by(loader: Any) -> "FollowedLoader | None":
     """Return the followed loader that a loader is, or passes over batches of."""
     for accelerator in list(WATCHED):
         for registered in getattr(accelerator, "_dataloaders", ()):
-            if registered is loader or _is_rest_of(loader, registered):
+            if registered is loader or is_rest_of(loader, registered):
                 return follow(registered)
     return None
 
@@ -124,93 +130,6 @@ def follow(loader: Any) -> "FollowedLoader":
     if loader not in FOLLOWED:
         FOLLOWED[loader] = FollowedLoader(loader)
     return FOLLOWED[loader]
-
-
-def is_followable(loader: Any) -> bool:
-    """Return whether a loader is one of accelerate's that can be followed."""
-    return type(loader) in (DataLoaderShard, DataLoaderDispatcher)
-
-
-def _is_rest_of(loader: Any, parent: Any) -> bool:
-    """Return whether ``skip_first_batches`` made a loader of ``parent``, whichever copy of the
-    function it was.
-    """
-    if type(loader) is not type(parent) or not hasattr(loader, "base_dataloader"):
-        return False
-    inner = _skipping(loader)
-    if inner:
-        source = inner[-1].batch_sampler
-        return source is parent.batch_sampler or source is parent.sampler
-    return bool(
-        getattr(loader, "skip_batches", 0)
-        and loader.dataset is parent.dataset
-        and loader.batch_size == parent.batch_size
-    )
-
-
-def _skipping(loader: Any) -> list[Any]:
-    """Return the samplers of ``skip_first_batches`` in a loader, outermost first."""
-    sampler = (
-        loader.batch_sampler
-        if isinstance(loader.batch_sampler, SkipBatchSampler)
-        else loader.sampler
-    )
-    found = []
-    while isinstance(sampler, SkipBatchSampler):
-        found.append(sampler)
-        sampler = sampler.batch_sampler
-    return found
-
-
-def per_batch(loader: Any) -> int:
-    """Return how many batches of the base loader make one that the script gets."""
-    if (
-        isinstance(loader, DataLoaderDispatcher)
-        and not loader.split_batches
-        and not getattr(loader, "submesh_tp", None)
-    ):
-        return int(loader.state.num_processes)
-    return 1
-
-
-def _fetches(loader: Any) -> bool:
-    return not isinstance(loader, DataLoaderDispatcher) or loader.state.process_index == 0
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader keeps its position itself, as torchdata's does."""
-    return bool(getattr(loader, "use_stateful_dataloader", False))
-
-
-def _clear(base: Any) -> None:
-    """Let the next pass of a stateful loader be a new one."""
-    base.load_state_dict({})
-    base.next_iter_state = None
-
-
-def signature(loader: Any) -> tuple[Any, ...]:
-    """Return what a loader must have in common with the one that was saved."""
-    size = None
-    with suppress(Exception):  # of the script's own class
-        size = len(loader.dataset)
-    return (
-        type(loader).__name__,
-        type(loader.dataset).__name__,
-        size,
-        loader.batch_sampler is not None,
-    )
-
-
-def _seedable(loader: Any) -> Any:
-    """Return the sampler of accelerate that draws each permutation from a seed and the number of
-    the pass.
-    """
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    for _ in range(8):
-        if sampler is None or isinstance(sampler, SeedableRandomSampler):
-            return sampler
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return None
 
 
 class FollowedLoader:
@@ -244,7 +163,7 @@ class FollowedLoader:
     def position(self) -> Position:
         """Return where this loader is."""
         loader = self.loader
-        seedable = _seedable(loader)
+        seedable = seedable_sampler(loader)
         held = {path: state_of(one) for path, one in self.generators()}
         here = Position(
             signature=signature(loader),
@@ -281,7 +200,7 @@ class FollowedLoader:
         if missing:
             problems.append(f"generator {missing[0]} is not in the checkpoint")
         loader.iteration = position.iteration
-        seedable = _seedable(loader)
+        seedable = seedable_sampler(loader)
         if seedable is not None and position.seed is not None:
             seedable.initial_seed = position.seed
         is_within = position.fetched is not None and not position.is_at_end
@@ -302,7 +221,7 @@ class FollowedLoader:
         if position.fetched is not None and not position.is_at_end:
             self.loader.load_state_dict(position.stateful)
             return
-        _clear(base)  # the next pass is a new one: a state would cost it one draw more
+        clear_state(base)  # the next pass is a new one: a state would cost it one draw more
         if position.is_fresh:
             before = capture()
             for path, one in self.generators():
@@ -407,7 +326,7 @@ class Pass:
         self.is_over = False
         self.is_rest = False
         self.per_batch = per_batch(loader)
-        skipped = sum(int(sampler.skip_batches) for sampler in _skipping(loader))
+        skipped = sum(int(sampler.skip_batches) for sampler in skip_samplers(loader))
         self.first = skipped  # the first batch that the base loader fetches
         self.fetched = skipped
         self.fetched_by_script = skipped + self.per_batch * int(getattr(loader, "skip_batches", 0))
@@ -447,11 +366,11 @@ class Pass:
         self.resumed = position
         if is_rest:
             if is_stateful(parent):
-                _clear(parent.base_dataloader)
+                clear_state(parent.base_dataloader)
             if (
                 self.first == self.fetched_by_script == position.yielded
             ):  # of a dispatcher: too few base batches
-                _skipping(loader)[0].skip_batches += count - self.first
+                skip_samplers(loader)[0].skip_batches += count - self.first
                 self.first = self.fetched = self.fetched_by_script = count
             if self.fetched_by_script == count:
                 self._begin_with_first_batch(position)
@@ -467,7 +386,7 @@ class Pass:
         """Let a dispatcher fetch the first batch of the pass again: it completes the last one with
         samples of it.
         """
-        samplers, loader = _skipping(self._loader), self._loader
+        samplers, loader = skip_samplers(self._loader), self._loader
         if not isinstance(loader, DataLoaderDispatcher) or loader._drop_last or not samplers:
             return
         if loader.base_dataloader.num_workers:
@@ -479,7 +398,7 @@ class Pass:
                 )
             return
         sampler = samplers[0]
-        sampler.__class__ = _FirstAndRest
+        sampler.__class__ = FirstAndRest
         sampler.first = self.per_batch
         loader.skip_batches += 1  # fetched, and not handed to the script
         self.leap = (self.per_batch, position.fetched or 0)
@@ -487,7 +406,7 @@ class Pass:
 
     def _warn_of_other_count(self, position: Position) -> None:
         is_counted = isinstance(self._loader, DataLoaderDispatcher) and bool(
-            _skipping(self._loader)
+            skip_samplers(self._loader)
         )
         skipped = self.fetched_by_script // (1 if is_counted else self.per_batch)
         warn_caller(
@@ -524,7 +443,7 @@ class Pass:
         self.start = self.moment()
         self.made = _made_at(self._loader)
         if self._loader is not self.followed.loader and position is not None:
-            seedable = _seedable(self._loader)
+            seedable = seedable_sampler(self._loader)
             if seedable is not None:  # a dispatcher does not find it behind the sampler that skips
                 seedable.set_epoch(self._loader.iteration)
         states = None if position is None else position.workers
@@ -534,10 +453,10 @@ class Pass:
             self._set(position.start)  # prepare() had drawn what the making of an iterator draws
             self.start, self.made = position.start, position.made
         if self.first and not base.num_workers:
-            _draw_first(inner)
+            draw_first(inner)
         if self.permutation is not None:
             restore(before)
-        if position is not None and not _fetches(self._loader):
+        if position is not None and not fetches_batches(self._loader):
             self._reach(position)
         return _Fetches(inner, self)
 
@@ -592,7 +511,7 @@ class Pass:
         position.made = self.made
         if self.ahead is not None and self.ahead[0] == self.fetched_by_script:
             position.ahead = self.ahead[1]
-        elif _fetches(self._loader):
+        elif fetches_batches(self._loader):
             position.problem = position.problem or "its batches were not fetched one by one"
         base = self._loader.base_dataloader
         position.workers = self.followed.workers.within(base, self.fetched_by_script)
@@ -607,17 +526,6 @@ class Pass:
             loader.iteration += 1  # accelerate returns early when no batch is left
         if loader is not parent:
             parent.iteration = loader.iteration
-
-
-class _FirstAndRest(SkipBatchSampler):  # type: ignore[misc]
-    """A sampler of ``skip_first_batches`` that yields the first batches of the pass, too."""
-
-    first = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for index, samples in enumerate(self.batch_sampler):
-            if index < self.first or index >= self.skip_batches:
-                yield samples
 
 
 class _Fetches:
@@ -653,16 +561,6 @@ def _numbers(count: int) -> str:
     return "batch 1 of this pass is" if count == 1 else f"batches 1 to {count} of this pass are"
 
 
-def _draw_first(iterator: Any) -> None:
-    """Draw the first indices now: a permutation from the global generator is drawn where it was
-    drawn first.
-    """
-    indices = getattr(iterator, "_sampler_iter", None)
-    if indices is not None and not hasattr(indices, "state_dict"):
-        first = list(itertools.islice(indices, 1))
-        iterator._sampler_iter = itertools.chain(first, indices)
-
-
 def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterator[Any]:
     one = followed.begin(loader)
     if one.is_over:
@@ -687,9 +585,3 @@ def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterato
         followed.workers.ended(loader.base_dataloader, is_complete=is_complete, is_rest=one.is_rest)
         if is_complete:
             one.end()
-
-
-def in_words(signature: tuple[Any, ...]) -> str:
-    """Return in words the data of a loader's signature."""
-    size = "" if signature[2] is None else f" of {signature[2]}"
-    return f"{signature[1]}{size}"
