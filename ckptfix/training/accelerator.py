@@ -108,6 +108,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         that epoch.
 
         Between epochs, and for a loader with ``use_stateful_dataloader``, it is the loader itself.
+        If the script left that epoch by ``break``, its rest is returned too, with a warning.
         ``dataloader``: what ``prepare`` returned. Its ``iteration`` is the number of that epoch.
         """
         return loader_positions.resume_dataloader(self, dataloader)

@@ -40,9 +40,16 @@ def positions_of(accelerator: Any) -> list[Position | str]:
     return found
 
 
-def is_under_way(accelerator: Any) -> bool:
-    """Return whether a pass over a loader of an accelerator is under way."""
-    return any(FOLLOWED[one].passes for one in accelerator._dataloaders if one in FOLLOWED)
+def is_going_on(accelerator: Any) -> bool:
+    """Return whether a pass that goes on from a position of the checkpoint is under way: it sets the
+    generators itself.
+    """
+    return any(
+        one.goes_on
+        for loader in accelerator._dataloaders
+        if is_followable(loader) and loader in FOLLOWED
+        for one in FOLLOWED[loader].passes
+    )
 
 
 def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
@@ -59,6 +66,10 @@ def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
     for followed in [one for one in EXPECTING if any(one.loader is loader for loader in loaders)]:
         EXPECTING.discard(followed)
         followed.resumed = None
+    for loader in loaders:
+        if is_followable(loader) and loader in FOLLOWED:
+            FOLLOWED[loader].left = FOLLOWED[loader].left_at_save = None
+            FOLLOWED[loader].is_between = False
     pairs, waiting = _paired(loaders, saved)
     for number, loader in enumerate(loaders):
         name = f"data loader {number}" if len(loaders) > 1 else "the data loader"
@@ -106,7 +117,10 @@ def _paired(
             pairs[number] = (
                 last if last.fetched is None else replace(last, fetched=None, workers=None)
             )
-    return pairs, [one for one in found if one.fetched is not None]
+    waiting = [one for one in found if one.fetched is not None]
+    if not any(isinstance(one, Position) and one.left is not None for one in pairs.values()):
+        waiting += [one for one in found if one.left is not None][-1:]
+    return pairs, waiting
 
 
 def for_other_world(
@@ -122,33 +136,39 @@ def for_other_world(
         if isinstance(position, str) or not is_followable(loader):
             found.append(position)
             continue
-        now, fetched = per_batch(loader), position.fetched
-        is_of_each = isinstance(loader, DataLoaderShard) and not getattr(
-            loader.batch_sampler, "split_batches", False
-        )
-        if fetched is not None and is_of_each:
-            fetched = fetched * world // accelerator.num_processes
-        elif fetched is not None:
-            fetched = fetched // now * now
-        stateful = None if is_stateful(loader) else position.stateful
-        found.append(
-            replace(
-                position,
-                signature=signature(loader),
-                per_batch=now,
-                fetched=None if stateful is None and is_stateful(loader) else fetched,
-                ahead=None,
-                save=None,
-                stateful=stateful,
-                workers=None,
-            )
-        )
+        here = _for_other_world(accelerator, loader, position, world)
+        if position.left is not None:
+            left = _for_other_world(accelerator, loader, position.left, world)
+            here.left = None if left.fetched is None else left
+        found.append(here)
     return found
 
 
+def _for_other_world(accelerator: Any, loader: Any, position: Position, world: int) -> Position:
+    now, fetched = per_batch(loader), position.fetched
+    is_of_each = isinstance(loader, DataLoaderShard) and not getattr(
+        loader.batch_sampler, "split_batches", False
+    )
+    if fetched is not None and is_of_each:
+        fetched = fetched * world // accelerator.num_processes
+    elif fetched is not None:
+        fetched = fetched // now * now
+    stateful = None if is_stateful(loader) else position.stateful
+    return replace(
+        position,
+        signature=signature(loader),
+        per_batch=now,
+        fetched=None if stateful is None and is_stateful(loader) else fetched,
+        ahead=None,
+        save=None,
+        stateful=stateful,
+        workers=None,
+    )
+
+
 def resume_dataloader(accelerator: Any, loader: Any) -> Any:
-    """Return what is left of the pass that a loader was in at the save; the loader itself between
-    passes.
+    """Return what is left of the pass that a loader was in at the save, or that the saved run left
+    last by ``break``; the loader itself between passes.
     """
     if not any(one is loader for one in accelerator._dataloaders):
         raise UsageError(
@@ -159,6 +179,12 @@ def resume_dataloader(accelerator: Any, loader: Any) -> Any:
         return loader
     followed = follow(loader)
     position = followed.expected()
+    if position is None and (left := followed.ask_for_left()) is not None:
+        # The script may count its epochs from the one that it left at its last batch: no batch is
+        # left of it.
+        if left.is_at_end or not is_stateful(loader):
+            return accelerate_loaders.skip_first_batches(loader, left.yielded)
+        return loader
     if position is None or position.is_at_end or is_stateful(loader):
         return loader
     return accelerate_loaders.skip_first_batches(loader, position.yielded)

@@ -13,6 +13,7 @@ A loader that no watched accelerator holds is iterated by accelerate as before.
 import inspect
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -34,6 +35,7 @@ from ckptfix.training.resuming.prepared_loaders import (
     draw_first,
     fetches_batches,
     in_words,
+    is_followable,
     is_rest_of,
     is_stateful,
     per_batch,
@@ -41,7 +43,7 @@ from ckptfix.training.resuming.prepared_loaders import (
     signature,
     skip_samplers,
 )
-from ckptfix.training.resuming.saved_positions import Moment, Position
+from ckptfix.training.resuming.saved_positions import Moment, Position, SaveMoment
 from ckptfix.training.resuming.worker_states import Workers
 
 # Which loaders are followed.
@@ -139,6 +141,11 @@ class FollowedLoader:
         self._loader = weakref.ref(loader)
         self.passes: list[Pass] = []
         self.resumed: Position | None = None
+        # Where this run left its last pass that trained, and where the saved run did.
+        self.left: Position | None = None
+        self.left_at_save: Position | None = None
+        # Until the first training step after the load of a checkpoint without a position in a pass.
+        self.is_between = False
         self.workers = Workers()
         self.name = "data loader"
 
@@ -162,6 +169,20 @@ class FollowedLoader:
 
     def position(self) -> Position:
         """Return where this loader is."""
+        if not self.passes and self.resumed is not None:
+            return self.resumed  # saved again before the pass goes on
+        here = self._described()
+        if len(self.passes) > 1:
+            here.problem = "several passes over this loader were in progress"
+        if self.passes:
+            self.passes[-1].describe(here)
+        else:
+            here.workers = self.workers.between(self.loader.base_dataloader)
+            here.left = self.left or self.left_at_save
+        here.problem = here.problem or self.workers.problem(self.loader.base_dataloader)
+        return here
+
+    def _described(self) -> Position:
         loader = self.loader
         seedable = seedable_sampler(loader)
         held = {path: state_of(one) for path, one in self.generators()}
@@ -178,14 +199,29 @@ class FollowedLoader:
             )
             here.stateful = loader.state_dict()
             here.made = _made_at(loader)
-        if len(self.passes) > 1:
-            here.problem = "several passes over this loader were in progress"
-        if self.passes:
-            self.passes[-1].describe(here)
-        else:
-            here.workers = self.workers.between(loader.base_dataloader)
-        here.problem = here.problem or self.workers.problem(loader.base_dataloader)
         return here
+
+    def broken_off(self, one: "Pass") -> None:
+        """Keep where the script left a pass by ``break``: a save after the loop records it.
+
+        The generators are those of the moment: a script that goes on with the pass does not repeat
+        what it did after its loop. A pass that did not train, as one for a single batch to look at,
+        is not one to go on with, and leaves the position that it took to the next one.
+        """
+        if (position := one.unskipped) is not None and self.resumed is None:
+            if position.save is not None and one.resumed is None:
+                position.save.is_reached = False
+            self.resumed = position
+            EXPECTING.add(self)
+        if not one.is_trained:
+            return
+        self.left = None
+        if not self.passes and self.loader is not None:
+            left = self._described()
+            one.describe(left)
+            left.problem = left.problem or self.workers.problem(self.loader.base_dataloader)
+            left.save = SaveMoment(capture())
+            self.left = left
 
     def go_on_from(self, position: Position) -> list[str]:
         """Let the next pass go on where a loader was; return in words what cannot be as it was."""
@@ -209,9 +245,11 @@ class FollowedLoader:
         )
         if is_stateful(loader):
             self._load_stateful(position)
+        self.left_at_save = position.left
+        self.is_between = position.fetched is None and position.left is None
+        EXPECTING.add(self)
         if position.fetched is not None:
             self.resumed = position
-            EXPECTING.add(self)
             if position.is_at_end:
                 loader.iteration = position.iteration + 1
         return problems
@@ -239,9 +277,42 @@ class FollowedLoader:
         one = Pass(self, loader)
         if position is not None:
             one.go_on_from(position)
-        if one.unskipped is None:
+        elif self.left_at_save is not None and loader is not parent and one.fetched_by_script:
+            self._go_on_from_left(one)
+        if one.unskipped is None and self.left_at_save is None and not self.is_between:
             EXPECTING.discard(self)
         return one
+
+    def _go_on_from_left(self, one: "Pass") -> None:
+        """Let a pass over the rest go on from where the saved run left its pass by ``break``."""
+        left, self.left_at_save = self.left_at_save, None
+        if left is None:
+            return
+        one.go_on_from(left)
+        if left.problem:
+            warn_caller(f"{self.name}: this run is not bit-exact: {left.problem}")
+        if one.goes_on:
+            one.set_iteration(left.iteration)
+        if one.is_over:
+            one.set_as_at_save(left)
+
+    def ask_for_left(self) -> Position | None:
+        """Return where the saved run left its pass by ``break``, for a script that asks for the rest
+        of it; None where it left none.
+        """
+        left = self.left_at_save
+        if left is None:
+            return None
+        warn_caller(
+            f"{self.name}: the checkpoint was saved after the script left a pass with `break`; "
+            f"resume_dataloader() continues that pass after batch {left.yielded}; help: to begin "
+            "the next pass instead, iterate over the loader itself"
+        )
+        self.loader.iteration = left.iteration
+        if is_stateful(self.loader) and not left.is_at_end:
+            self.left_at_save, self.resumed = None, left
+            self._load_stateful(left)
+        return left
 
     def expected(self) -> Position | None:
         """Return the position from which the next pass goes on, None for a pass from the
@@ -262,14 +333,31 @@ class FollowedLoader:
                         waiting.remove(position)
                         if not waiting:
                             del UNCLAIMED[accelerator]
-                        self.go_on_from(position)
+                        if position.fetched is not None:
+                            self.go_on_from(position)
+                        else:
+                            self.left_at_save = position.left
+                            EXPECTING.add(self)
                         return
 
     def training_goes_on(self) -> None:
         """Take note of a training step while the script has not passed over the batches that were
         used.
         """
+        if self.left_at_save is not None:
+            if self.passes:
+                self._begin_anew(self.passes[-1], self.left_at_save)
+            return
         EXPECTING.discard(self)
+        if self.is_between:
+            self.is_between = False
+            if self.passes and self.passes[-1].skipped:
+                warn_caller(
+                    f"{self.name}: the script skips batches, but the checkpoint has no position "
+                    "within a pass to go on from, so this run is not bit-exact; help: after a save "
+                    "between two epochs, skip nothing"
+                )
+            return
         running = next((one for one in self.passes if one.unskipped is not None), None)
         if running is not None and running.unskipped is not None:
             position = running.unskipped
@@ -291,11 +379,35 @@ class FollowedLoader:
                     "pass starts from the beginning"
                 )
 
+    def _begin_anew(self, running: "Pass", left: Position) -> None:
+        """Forget where the saved run left its pass: the script trains in a new one.
+
+        Many scripts leave every epoch by ``break``, so a new pass alone gives no warning.
+        """
+        EXPECTING.discard(self)
+        self.left_at_save = None
+        words = (
+            f"{self.name}: the checkpoint was saved after the script left a pass with `break` after "
+            f"batch {left.yielded}"
+        )
+        advice = "iterate over accelerator.resume_dataloader(loader)"
+        if is_stateful(self.loader):
+            warn_caller(
+                f"{words}, and the script begins a new pass; help: to continue that pass, {advice}"
+            )
+        elif running.fetched_by_script == (left.fetched or 0) + left.per_batch:
+            warn_caller(
+                f"{words}, so this run, which passes over the first batches itself, does not "
+                "continue that pass bit for bit; help: in the first epoch after load_state, "
+                f"{advice}"
+            )
+
 
 def training_goes_on(accelerator: Any) -> None:
-    """Take note of a training step; it costs nothing once every loader has found its place
-    again.
-    """
+    """Take note of a training step."""
+    for loader in accelerator._dataloaders:
+        if is_followable(loader) and loader in FOLLOWED and FOLLOWED[loader].passes:
+            FOLLOWED[loader].passes[-1].is_trained = True
     for followed in list(EXPECTING) if EXPECTING else ():
         loader = followed.loader
         if loader is None:
@@ -303,6 +415,8 @@ def training_goes_on(accelerator: Any) -> None:
         elif any(one is loader for one in accelerator._dataloaders):
             followed.training_goes_on()
     for position in UNCLAIMED.pop(accelerator, ()) if UNCLAIMED else ():
+        if position.fetched is None:
+            continue  # left by ``break``: the script trains in a new pass
         warn_caller(
             f"the checkpoint was saved after batch {position.yielded} of a pass over "
             f"{in_words(position.signature)}, but no data loader of this run continues that "
@@ -325,11 +439,15 @@ class Pass:
         self.made: Moment | None = None
         self.is_over = False
         self.is_rest = False
+        self.is_trained = False
+        # Whether it goes on from a position, so that it sets the generators.
+        self.goes_on = False
         self.per_batch = per_batch(loader)
         skipped = sum(int(sampler.skip_batches) for sampler in skip_samplers(loader))
         self.first = skipped  # the first batch that the base loader fetches
         self.fetched = skipped
         self.fetched_by_script = skipped + self.per_batch * int(getattr(loader, "skip_batches", 0))
+        self.skipped = self.fetched_by_script
         self.start: Moment | None = None
         self.ahead: tuple[int, Moment] | None = None
         self.iteration = int(loader.iteration)
@@ -355,6 +473,8 @@ class Pass:
         if position.is_at_end:
             if is_rest and self.fetched_by_script in (position.yielded, count):
                 self._end_at_once(position)
+            elif is_rest:
+                self._warn_of_other_count(position)
             elif (
                 not is_rest and loader.iteration == position.iteration
             ):  # the script has set this epoch itself
@@ -381,6 +501,7 @@ class Pass:
             self.first = self.fetched = self.fetched_by_script = count
         elif count:
             self.unskipped = position
+        self.goes_on = self.resumed is not None
 
     def _begin_with_first_batch(self, position: Position) -> None:
         """Let a dispatcher fetch the first batch of the pass again: it completes the last one with
@@ -498,6 +619,15 @@ class Pass:
             position.save.is_reached = True
             self._set(Moment(reached, position.held))
 
+    def set_iteration(self, iteration: int) -> None:
+        """Count this pass as the one that the saved run left: it may have made others since."""
+        self.iteration = self._loader.iteration = iteration
+
+    def set_as_at_save(self, position: Position) -> None:
+        """Set the generators to those of a position that has no batch left."""
+        if position.save is not None:
+            self._set(Moment(position.save.generators, position.held))
+
     def unwrap(self, data: Any) -> Any:
         """Return a batch as the script expects it; what its worker reported is kept."""
         return self.followed.workers.unwrap(data, self.fetched)
@@ -582,6 +712,12 @@ def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterato
     finally:
         attributes.pop("__iter__", None)
         followed.passes.remove(one)
+        if not is_complete:
+            # Also at the end of the process, where nothing may be said.
+            with suppress(Exception):
+                followed.broken_off(one)
+        elif one.is_trained:
+            followed.left = None
         followed.workers.ended(loader.base_dataloader, is_complete=is_complete, is_rest=one.is_rest)
         if is_complete:
             one.end()

@@ -39,7 +39,9 @@ class Position(Struct):
     ``fetched`` counts batches of the base loader that the script has got in the pass under way,
     None between passes; a dispatcher yields one batch for every ``per_batch`` of them.
     ``is_at_end``: the last batch has been yielded, and the loop has not ended. ``made``: when the
-    iterator was made, where that was before the pass. ``problem``: why it is not exact.
+    iterator was made, where that was before the pass. ``problem``: why it is not exact. ``left``:
+    the position at which the script left its last pass by ``break``; the next pass may be a new one
+    or the rest of that one, and only the resumed script knows.
     """
 
     signature: tuple[Any, ...]
@@ -57,6 +59,7 @@ class Position(Struct):
     made: Moment | None = None
     problem: str = ""
     save: SaveMoment | None = None
+    left: "Position | None" = None
 
     @property
     def yielded(self) -> int:
@@ -75,4 +78,10 @@ class Position(Struct):
             values[name] = None if values[name] is None else Moment.from_plain(values[name])
         workers = values["workers"]
         values["workers"] = None if workers is None else WorkerStates(**workers)
+        # Written with a position that was left: it has generators of its own.
+        if (save := values.get("save")) is not None:
+            values["save"] = SaveMoment(GeneratorStates.from_plain(save["generators"]))
+        # Not in run states of 0.5.0.
+        if (left := values.get("left")) is not None:
+            values["left"] = cls.from_plain(left)
         return cls(**{**values, "signature": tuple(values["signature"])})

@@ -186,8 +186,8 @@ def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwa
 def load_random_states(
     trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Guard ``Trainer._load_rng_state``: within an epoch the run state has brought the generators
-    further already.
+    """Guard ``Trainer._load_rng_state``: in an epoch that goes on from its position in the run state,
+    this has brought the generators further already.
 
     The Trainer sets them when a whole group of batches has been fetched. A dataset that draws
     random numbers would draw those of all but the first of them again. Between two epochs the file
@@ -196,7 +196,7 @@ def load_random_states(
     """
     if trainer not in _exact:
         return method(checkpoint, *args, **kwargs)
-    if loader_positions.is_under_way(trainer.accelerator):
+    if loader_positions.is_going_on(trainer.accelerator):
         return None
     if (at_end := _exact[trainer]) is None:
         return method(checkpoint, *args, **kwargs)
