@@ -324,13 +324,13 @@ def lost_models(
             yield lost
     # A component without a folder is loaded from the pipeline's own folder.
     if not {CONFIG, SCHEDULER, OF_PROCESSORS[0]} & set(names):
-        for component, model in pipeline_components(root).items():
+        for component, (library, model) in pipeline_components(root).items():
             if not _holds_any(root / component):
                 is_empty = (root / component).exists()
                 yield LostModel(
                     PurePosixPath(PIPELINE), model, component=component, is_empty=is_empty
                 )
-            elif lacks := _lacks(root / component, model):
+            elif lacks := _lacks(root / component, library, model):
                 yield LostModel(PurePosixPath(PIPELINE), model, component=component, lacks=lacks)
 
 
@@ -354,21 +354,27 @@ transformers 5.23).
 """
 
 
-def _lacks(folder: AnyPath, model: str) -> str:
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer", "DiaTokenizer")
+"""Tokenizers of bytes and characters, whose ``vocab_files_names`` is empty (transformers 5.23)."""
+
+
+def _lacks(folder: AnyPath, library: str, model: str) -> str:
     """Return what the folder of a component lacks, as its class always has it; "" for nothing.
 
     Of a model that is its config, next to weights of a library: ``from_pretrained`` looks for both.
-    A folder with nothing but unfinished copies lacks it, too.
+    A folder with nothing but unfinished copies lacks it, too. A class of the script may be a model
+    whatever its name.
     """
     try:
         names = complete_names(names_in(folder))
     except OSError:
         return ""
-    if "Tokenizer" in model:
-        return "" if names - NO_VOCABULARY else "vocabulary"
-    for word, configs in _OF_CLASSES.items():
-        if word in model:
-            return "" if names.intersection(configs) else configs[0]
+    if library in ("transformers", "diffusers"):
+        if "Tokenizer" in model and model not in _WITHOUT_VOCABULARY:
+            return "" if names - NO_VOCABULARY else "vocabulary"
+        for word, configs in _OF_CLASSES.items():
+            if word in model:
+                return "" if names.intersection(configs) else configs[0]
     parsed = filter(None, map(parse_file_name, names))
     has_weights = any(name.is_of_library and name.model is not None for name in parsed)
     return CONFIG if CONFIG not in names and (has_weights or not names) else ""
@@ -508,7 +514,7 @@ def components_of_other_classes(root: AnyPath) -> Iterator[str]:
 
     diffusers builds the listed class from that config (``pipeline_loading_utils.py``, 0.42).
     """
-    for component, listed in pipeline_components(root).items():
+    for component, (_, listed) in pipeline_components(root).items():
         own = read_config(root / component, CONFIG).get("_class_name")
         if not isinstance(own, str):
             continue
@@ -536,9 +542,9 @@ def lost_model(root: AnyPath) -> LostModel | None:
     return None
 
 
-def pipeline_components(root: AnyPath) -> dict[str, str]:
-    """Return the components of a pipeline of diffusers with their classes; empty for any other
-    folder.
+def pipeline_components(root: AnyPath) -> dict[str, tuple[str, str]]:
+    """Return the components of a pipeline of diffusers with their libraries and classes; empty for
+    any other folder.
 
     A component that the pipeline does without is stored as ``[null, null]``. Names are those of
     arguments in Python.
@@ -548,7 +554,7 @@ def pipeline_components(root: AnyPath) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {
-        name: value[1]
+        name: (value[0], value[1])
         for name, value in index.items()
         if isinstance(value, list)
         and len(value) == 2

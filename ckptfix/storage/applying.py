@@ -121,8 +121,8 @@ def _opened_to_write(path: Path) -> Iterator[int]:
             yield fd
     except PermissionError:
         raise OperationError(
-            f"{path}: cannot be written: permission denied; next: run this as the owner of the "
-            "file, or with --atomic, which replaces it with a new file"
+            f"{path}: cannot be written: permission denied; next: add --atomic, which replaces it "
+            "with a new file, or make it writable"
         ) from None
 
 

@@ -187,6 +187,26 @@ def test_components_without_weights(
     assert f"part/ has no {lost}" in "".join(map(str, check(folder).all_findings))
 
 
+@pytest.mark.parametrize(
+    ("library", "kind", "name"),
+    [
+        ("transformers", "ByT5Tokenizer", "tokenizer_config.json"),
+        ("own", "OwnFeatureExtractor", "config.json"),
+        ("own", "OwnTokenizer", "tokenizer_config.json"),
+    ],
+)
+def test_components_that_need_no_such_file(
+    made: Path, tmp_path: Path, library: str, kind: str, name: str
+) -> None:
+    """A tokenizer of bytes, and classes of the script, which may be models whatever their names."""
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "part": [library, kind]}))
+    (folder / "part").mkdir()
+    (folder / "part" / name).write_text("{}")
+    assert check(folder).status == 0
+
+
 def test_a_pipeline_that_loads(made: Path, tmp_path: Path, said: Said) -> None:
     for name in ("lone", "pipeline"):
         diffusers.DiffusionPipeline.from_pretrained(made / name)

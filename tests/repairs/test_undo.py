@@ -148,7 +148,7 @@ def test_a_file_of_somebody_else_in_a_folder_of_all_is_no_interrupted_repair(
     (elsewhere := tmp_path / "file").touch()
     with nobody_may_read(elsewhere):
         assert run(["repair", str(folder)]) == 3
-        assert "or with --atomic, which replaces it" in capsys.readouterr().err
+        assert "next: add --atomic, which replaces it with a new file" in capsys.readouterr().err
         assert contents(folder) == before
         assert run(["repair", "--atomic", str(folder)]) == 0
         assert run(["undo", str(folder)]) == 0
