@@ -310,8 +310,8 @@ MUTANTS = (
     ),
     Mutant(
         "joint saves: ranks do not wait for the files of the others",
-        "        with self._on_all():\n            self._write(self._staging)\n",
-        "        self._write(self._staging)\n",
+        "        with self._on_all():\n            yield self._staging\n",
+        "        yield self._staging\n",
         ("test_saving.py::test_one_rank_that_fails_fails_all",),
     ),
     Mutant(
