@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 from ckptfix.environment.doctor import diagnose_environment, doctor
-from ckptfix.environment.facts.launch import missing_script, read_launch, script_of, variables_of
+from ckptfix.environment.facts import gather
+from ckptfix.environment.facts.launch import (
+    LAUNCHERS,
+    missing_script,
+    read_launch,
+    script_of,
+    variables_of,
+)
+from ckptfix.environment.facts.machine import Torch
 from ckptfix.errors import UsageError
+from ckptfix.hardware import Machine
 from tests.environment.building import OPTIONS, facts, launch, script
 
 
@@ -110,47 +119,192 @@ def test_the_script_is_found_where_there_is_one(tmp_path: Path) -> None:
     assert script_of("accelerate launch -m pkg.train") is None
 
 
+CERTAIN = (
+    ("accelerate launch nope.py", "nope.py"),
+    ("accelerate launch \\\n  --num_processes 2 \\\n  nope.py --lr 1\n", "nope.py"),
+    ("accelerate launch --num_processes 2 nope.py --data here.py", "nope.py"),
+    ("accelerate launch --multi_gpu --mixed_precision=bf16 nope.py", "nope.py"),
+    ("accelerate-launch nope.py", "nope.py"),
+    ("python3 -m accelerate.commands.launch --cpu nope.py", "nope.py"),
+    ("accelerate launch ~/nope.py", "~/nope.py"),
+    ("accelerate launch /nope/nope.py", "/nope/nope.py"),
+    ("torchrun nope.py", "nope.py"),
+    ("torchrun --nproc_per_node 2 nope.py", "nope.py"),
+    ("torchrun --standalone --nproc-per-node=2 --log-dir a.py nope.py", "nope.py"),
+    ("deepspeed --num_gpus 2 nope.py --deepspeed", "nope.py"),
+    ("python nope.py", "nope.py"),
+    ("python3.11 -u -X dev -Werror -OO nope.py", "nope.py"),
+    ("python --check-hash-based-pycs always nope.py", "nope.py"),
+    ("nohup python nope.py", "nope.py"),
+    ("A=1 env B=2 time python nope.py", "nope.py"),
+)
+WORKING = (
+    "accelerate launch here.py nope.py",
+    "accelerate launch ~/here.py",
+    "accelerate launch -m nope.py",
+    "accelerate launch --module pkg.train --file nope.py",
+    "accelerate launch --no_python nope.py",
+    "accelerate launch --lr 1 nope.py",
+    "accelerate launch --lr nope.py here.py",
+    "accelerate launch --config_file conf.py here.py",
+    "accelerate launch -- nope.py",
+    "accelerate launch --help nope.py",
+    "accelerate launch",
+    "accelerate launch ... nope.py",
+    "torchrun --nproc_per_node 2 --module ckptfix run nope.py",
+    "torchrun --nproc_per_node 2 here.py nope.py",
+    "torchrun --log-dir a.py here.py",
+    "torchrun --nproc 2 nope.py",
+    "torchrun --no-python nope.py",
+    "torchrun --run-path nope.py",
+    "torchrun tools/train configs/new.py",
+    "PET_MODULE=1 torchrun nope.py",
+    "deepspeed --hostfile hosts.py here.py",
+    "deepspeed --hostfile hosts nope.py",
+    "deepspeed --include worker-0:0,1 nope.py",
+    "python folder nope.py",
+    "python -u nope",
+    "python -um train",
+    "python -um nope.py",
+    "python -uX nope.py here.py",
+    "python -W nope.py here.py",
+    "python --check-hash-based-pycs always here.py",
+    "python --check-hash-based-pycs nope.py here.py",
+    "python -m torch.distributed.run nope.py",
+    "python -m ckptfix run nope.py",
+    "python -c 1 nope.py",
+    "python - nope.py",
+    "python --version nope.py",
+    "./start.sh nope.py",
+    "/elsewhere/bin/python nope.py",
+)
+"""Commands that start nothing that is missing, or of which no word is certainly the script."""
+
+OF_SHELLS = (
+    "accelerate launch \\\n  --num_processes 2 \\\n  here.py --lr 1",
+    "accelerate launch \\\r\n  here.py",
+    "accelerate launch '\n' nope.py",
+    "accelerate launch \\n nope.py",
+    "accelerate launch \\ --num_processes 2 \\ nope.py",
+    "accelerate launch\n  nope.py",
+    "python here.py\npython nope.py",
+    "python here.py; python eval.py",
+    "python nope.py; python eval.py",
+    "python -u here.py>log 2>&1",
+    "python nope.py <answers",
+    "python nope.py|tee log",
+    "python nope.py&",
+    "cd elsewhere && python nope.py",
+    "(python nope.py)",
+    "accelerate launch `which nope.py`",
+    "accelerate launch $HOME/here.py",
+    "accelerate launch $UNSET_HERE/nope.py",
+    "accelerate launch ${UNSET_HERE}/nope.py",
+    "accelerate launch jobs/*.py",
+    "accelerate launch jobs/nop?.py",
+    "accelerate launch jobs/{a,b}.py",
+    "accelerate launch jobs/[ab].py",
+    "accelerate launch ~+/nope.py",
+    "accelerate launch ~nobody_here/nope.py",
+    "accelerate launch <script>.py",
+    "accelerate launch %HERE%/nope.py",
+)
+ELSEWHERE = (
+    "srun --container-image=nvcr.io/x --container-mounts=/data:/workspace",
+    "srun --chdir=elsewhere",
+    "srun singularity exec --nv img.sif",
+    "srun -N 2",
+    "apptainer exec img.sif",
+    "docker run --gpus all img",
+    "sudo docker run --gpus all img",
+    "nohup docker run img",
+    "time podman run img",
+    "timeout 9h docker run img",
+    "kubectl exec pod --",
+    "ssh node",
+    "nohup ssh node",
+    "enroot start img",
+    "conda run -n env --cwd elsewhere",
+    "conda run -n env",
+    "uv run --directory elsewhere",
+    "pdm run -p elsewhere",
+    "hatch run",
+    "poetry run -C elsewhere",
+    "sudo -i",
+    "exec -a train",
+    "env -C elsewhere",
+    "env --chdir=elsewhere",
+)
+
+
 @pytest.mark.parametrize(
     ("command", "missing"),
-    [
-        ("accelerate launch nope.py", "nope.py"),
-        ("accelerate launch --num_processes 2 nope.py --data here.py", "nope.py"),
-        ("accelerate launch here.py nope.py", ""),
-        ("accelerate launch ~/nope.py", "~/nope.py"),
-        ("accelerate launch ~/here.py", ""),
-        ("accelerate launch $HOME/here.py", ""),
-        ("accelerate launch $UNSET_HERE/nope.py", ""),
-        ("accelerate launch 'jobs/*.py'", ""),
-        ("accelerate launch -m nope.py", ""),
-        ("accelerate launch --module pkg.train --file nope.py", ""),
-        ("accelerate launch --no_python nope.py", ""),
-        ("accelerate launch --lr 1 nope.py", ""),
-        ("accelerate launch", ""),
-        ("torchrun --nproc_per_node 2 nope.py", "nope.py"),
-        ("torchrun --nproc_per_node 2 --module ckptfix run nope.py", ""),
-        ("torchrun --nproc_per_node 2 here.py nope.py", ""),
-        ("python -u nope", "nope"),
-        ("python folder nope.py", ""),
-        ("python -m torch.distributed.run nope.py", ""),
-        ("python -m ckptfix run nope.py", ""),
-        ("python -c 1 nope.py", ""),
-        ("nohup python nope.py", "nope.py"),
-        ("conda run -n env accelerate launch nope.py", "nope.py"),
-        ("env -C elsewhere accelerate launch nope.py", ""),
-        ("env -C elsewhere accelerate launch /nope.py", "/nope.py"),
-        ("srun --chdir=elsewhere accelerate launch nope.py", ""),
-        ("srun --container-image=a/b accelerate launch nope.py", ""),
-        ("./start.sh nope.py", ""),
-    ],
+    [*CERTAIN, *((command, "") for command in (*WORKING, *OF_SHELLS))],
 )
 def test_a_script_that_does_not_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str
 ) -> None:
+    """The symptom: an error for commands that work, such as ``python a.py; python b.py``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("here.py").touch()
     Path("folder").mkdir()
     assert missing_script(launch(command)) == missing
+
+
+@pytest.mark.parametrize("prefix", ELSEWHERE)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accelerate launch nope.py",
+        "accelerate launch /nope/nope.py",
+        "accelerate launch --config_file /nope/nope.yaml nope.py",
+        "python /nope/nope.py",
+        "torchrun nope.py",
+    ],
+)
+def test_a_command_for_another_folder_or_machine_is_not_judged(prefix: str, command: str) -> None:
+    """The symptom: an error for each path in a container."""
+    given = launch(f"{prefix} {command}")
+    assert not missing_script(given)
+    assert not given.is_plain
+    found = gather(Torch(), Machine(), {}, launch=f"{prefix} {command}")
+    assert not found.missing
+
+
+@pytest.mark.parametrize(
+    ("config", "is_told"),
+    [
+        ("distributed_type: 'NO'", True),
+        ("distributed_type: XLA\ntpu_use_cluster: true", False),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'", False),
+    ],
+)
+def test_a_script_that_a_config_sends_to_other_machines_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, is_told: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(config)
+    given = gather(
+        Torch(), Machine(), {}, launch="accelerate launch --config_file config.yaml nope.py"
+    )
+    told = {advice.code for advice in diagnose_environment(given).advice}
+    assert ("unusable-launch-file" in told) == is_told
+
+
+def test_the_real_torchrun_takes_these_options() -> None:
+    """A value that is taken for the script is a false alarm."""
+    from torch.distributed.run import get_args_parser
+
+    known = {
+        text.lstrip("-").replace("-", "_"): action.nargs != 0
+        for action in get_args_parser()._actions
+        for text in action.option_strings
+    }
+    ours = LAUNCHERS["torchrun"]
+    # An older torch lacks some.
+    assert {name: known.get(name, ours[name]) for name in ours} == ours
+    assert "nproc_per_node" in known
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,8 @@ def unusable_file(facts: Facts) -> Iterator[Said]:
             evidence=command,
             fix=f"correct --config_file, or: accelerate config --config_file {shell_path(path)}",
         )
-    if script := facts.missing.get(""):
+    is_remote = config.values.get("tpu_use_cluster") or _is_sagemaker(facts)
+    if (script := facts.missing.get("")) and not is_remote:
         yield say(
             f"{script} does not exist: Python cannot start it",
             evidence=command,
@@ -166,7 +167,7 @@ def unusable_file(facts: Facts) -> Iterator[Said]:
             "relative to",
         )
     is_read = launch is None or (
-        launch.is_accelerate and (config.asked or not is_given(facts, "cpu"))
+        launch.is_plain and launch.is_accelerate and (config.asked or not is_given(facts, "cpu"))
     )
     problem = config.problem if config.is_broken else ""
     if config.exists and not config.problem and not config.distributed_type:

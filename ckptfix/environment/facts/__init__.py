@@ -11,7 +11,6 @@ from ckptfix.environment.facts.installed import Software, read_software, with_mo
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,
     Launch,
-    is_located,
     missing_script,
     read_config,
     read_launch,
@@ -88,7 +87,7 @@ def gather(
 
 def _missing(launch: Launch, config: AccelerateConfig) -> dict[str, str]:
     found = {"": missing_script(launch)}
-    if config.asked and not config.exists and is_located(launch, config.path):
+    if config.asked and not config.exists and launch.is_plain and not launch.unknown:
         found["--config_file"] = config.path
     return {option: path for option, path in found.items() if path}
 

@@ -33,13 +33,28 @@ _WITH_VALUE = ("-X", "-W")
 """Options of Python that take the next word; all others are one word, and -c and -m end them."""
 
 _MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
-_STARTS_FILES = ("torchrun", "deepspeed")
-_NOT_FILES = frozenset({"-m", "--module", "--no_python", "--no-python"})
-_MOVING = ("-C", "-D", "--chdir", "--cwd", "--directory", "--container")
-"""Options of ``env``, ``srun``, ``conda run``, ``uv run`` and others for the folder to work in."""
+_PLAIN_STARTERS = ("env", "nohup", "time")
+"""Programs that, without options, start a command in the same folder of the same machine."""
 
-_OF_SHELL = frozenset("$`*?[{")
-"""Characters that a shell replaces."""
+_OF_SHELL = frozenset(";&|<>()`$*?{}[]\\!#%^\n")
+"""Characters with which a shell may read a command in another way than ``shlex`` does."""
+
+_TORCHRUN = dict.fromkeys((
+    "duplicate_stderr_filters", "duplicate_stdout_filters", "event_log_handler", "local_addr",
+    "local_ranks_filter", "log_dir", "logs_specs", "master_addr", "master_port", "max_restarts",
+    "monitor_interval", "nnodes", "node_rank", "nproc_per_node", "numa_binding", "r",
+    "rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "redirects", "role",
+    "signals_to_handle", "start_method", "t", "tee",
+), True) | {"standalone": False}  # fmt: skip
+_DEEPSPEED = dict.fromkeys(("master_addr", "master_port", "num_gpus", "num_nodes"), True)
+LAUNCHERS = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED}
+"""Launcher -> its options in front of a file of this machine -> whether a value follows."""
+
+_NOT_FILES = frozenset({"h", "help", "m", "module", "no_python", "tpu", "tpu_use_cluster"})
+"""Options of ``accelerate launch`` in front of something else than a file of this machine."""
+
+_PYTHON_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+|-[XW].+")
+_PYTHON_VALUES = (*_WITH_VALUE, "--check-hash-based-pycs")
 
 _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
@@ -61,7 +76,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     before it, which set variables or start it (``nohup``, ``uv run``); ``variables``: what they
     set. ``before``: the launcher's options. ``unknown``: options before the script that this
     launcher has not. ``script``: the script or module, "" when there is none. ``after``: the
-    options behind it.
+    options behind it. ``is_plain``: its paths are certainly those of this folder and machine.
+    ``file``: the file that it certainly starts, "" where that is not certain.
     """
 
     words: tuple[str, ...]
@@ -72,6 +88,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     after: tuple[Option, ...] = ()
     prefix: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    is_plain: bool = False
+    file: str = ""
 
     @property
     def is_accelerate(self) -> bool:
@@ -103,11 +121,20 @@ def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
     """
     prefix, words = _words(command)
     launcher, rest = _launcher(words)
+    variables = _variables(prefix)
+    # torchrun takes PET_MODULE=1 for --module.
+    is_sure = not any(name.startswith("PET_") for name in (*os.environ, *variables))
     if launcher != "accelerate launch" or not options:
         found = Launch(words=tuple(words), launcher=launcher, script=next(iter(_scripts(rest)), ""))
     else:
         found = _split(tuple(words), rest, options)
-    return replace(found, prefix=tuple(prefix), variables=_variables(prefix))
+    return replace(
+        found,
+        prefix=tuple(prefix),
+        variables=variables,
+        is_plain=_is_plain(_joined(command), prefix, words),
+        file=_file(launcher, rest, options) if is_sure else "",
+    )
 
 
 def variables_of(command: str) -> dict[str, str]:
@@ -136,35 +163,61 @@ def expanded(word: str) -> str:
 
 
 def missing_script(launch: Launch) -> str:
-    """Return the script of a command that Python would not find, "" where it exists or nothing
-    shows which file it is.
-
-    After ``-m`` comes a module, which Python finds elsewhere.
+    """Return the script of a command that Python would not find, "" where it exists or it is not
+    certain which file it is.
     """
-    script = launch.script
-    if launch.is_python:
-        script = _behind_python(list(launch.words[1:]))[0]
-    elif launch.unknown or not (launch.is_accelerate or launch.launcher in _STARTS_FILES):
-        return ""
-    options = launch.words[: launch.words.index(script)] if script in launch.words else ()
-    if not script or not _NOT_FILES.isdisjoint(options) or not is_located(launch, script):
-        return ""
-    # Python also starts a folder with a __main__.py.
-    return "" if os.path.exists(expanded(script)) else script
+    file = launch.file
+    # ~+ and ~- are folders of a shell.
+    is_ours = launch.is_plain and file.endswith(".py") and not re.match("~[^/]", file)
+    return file if is_ours and not os.path.exists(expanded(file)) else ""
 
 
-def is_located(launch: Launch, path: str) -> bool:
-    """Return whether a path of a command is a path from this folder: no shell expands it, and no
-    program before the launcher changes to another folder.
+def _is_plain(command: str, prefix: list[str], words: list[str]) -> bool:
+    """Return whether a command's paths are certainly those of this folder and machine: no shell
+    expands, redirects or chains anything, and no container or scheduler starts it.
     """
-    moves = any(word.startswith(_MOVING) for word in launch.prefix)
-    return _OF_SHELL.isdisjoint(expanded(path)) and (os.path.isabs(expanded(path)) or not moves)
+    return (
+        _OF_SHELL.isdisjoint(command.strip())
+        and _is_launcher(words)
+        and (not os.path.dirname(words[0]) or os.path.isfile(expanded(words[0])))
+        and all(
+            _VARIABLE.match(word) or os.path.basename(word) in _PLAIN_STARTERS for word in prefix
+        )
+    )
+
+
+def _file(launcher: str, rest: list[str], options: Mapping[str, bool]) -> str:
+    """Return the first word that is not an option or its value, "" after an option that is not
+    known, or behind which no file of this machine follows.
+    """
+    is_python = bool(_PYTHON.fullmatch(launcher))
+    known = options if launcher == "accelerate launch" else LAUNCHERS.get(launcher)
+    if known is None and not is_python:
+        return ""
+    place = 0
+    while place < len(rest) and rest[place].startswith("-"):
+        word = rest[place]
+        if is_python:
+            if word not in _PYTHON_VALUES and not _PYTHON_FLAGS.fullmatch(word):
+                return ""
+            place += 2 if word in _PYTHON_VALUES else 1
+            continue
+        option, width = _option(rest, place, known or {})
+        if option.name not in (known or {}) or option.name in _NOT_FILES:
+            return ""
+        place += width
+    return rest[place] if place < len(rest) else ""
+
+
+def _joined(command: str) -> str:
+    """Return a command on one line, where a backslash ends its lines."""
+    return re.sub(r"\\\r?\n", "", command)
 
 
 def _words(command: str) -> tuple[list[str], list[str]]:
     """Return the words before the launcher, and those from it on."""
     try:
-        words = shlex.split(command)
+        words = shlex.split(_joined(command))
     except ValueError as error:
         raise UsageError(f"--launch {command!r}: {error}") from None
     start = next(
