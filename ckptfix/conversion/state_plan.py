@@ -68,6 +68,7 @@ from ckptfix.tensors.parameter_sources import (
     name_optimizers,
     recorded_names,
     run_of,
+    too_many,
 )
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.tensors.zero_states import BUFFERS, MODEL_STATES
@@ -200,6 +201,8 @@ class _Planning:
         _ensure_listed(changed)
         named: Sequence[OptimizerState] = changed
         if self._strategy is not Strategy.DDP:
+            if shared := too_many(self._source.root, changed, self._weights):
+                raise OperationError(self._refusal(shared))
             try:
                 named = name_optimizers(
                     self._source.root,
@@ -209,10 +212,7 @@ class _Planning:
                     run=self._noted_run,
                 )
             except SpreadOptimizer as error:
-                raise OperationError(
-                    f"{error.problem}, but {self._library} has one optimizer per model; "
-                    f"{_WEIGHTS_ALONE}"
-                ) from None
+                raise OperationError(self._refusal(error.problem)) from None
             self._ensure_own_model(named)
         if self._options.model is not None:
             self._noted_run()
@@ -253,10 +253,10 @@ class _Planning:
         )
         return models, states
 
-    @property
-    def _library(self) -> str:
-        """The library that loads the new checkpoint, in words."""
-        return "accelerate with FSDP" if self._strategy in BY_TORCH else "DeepSpeed"
+    def _refusal(self, problem: str) -> str:
+        """Return why the library that loads the new checkpoint could not load these optimizers."""
+        library = "accelerate with FSDP" if self._strategy in BY_TORCH else "DeepSpeed"
+        return f"{problem}, but {library} has one optimizer per model; {_WEIGHTS_ALONE}"
 
     def _ensure_own_model(self, optimizers: Sequence[OptimizerState]) -> None:
         """Raise OperationError for an optimizer of another model than that of its position: FSDP
@@ -268,10 +268,8 @@ class _Planning:
             rivals = [one.label for one in optimizers if one.model == state.model]
             # Accelerate takes optimizer N for that of model N, without one: IndexError.
             if len(rivals) > 1:
-                raise OperationError(
-                    f"{list_names(rivals)}: optimizers of one model ({state.model}), but "
-                    f"{self._library} has one optimizer per model; {_WEIGHTS_ALONE}"
-                )
+                problem = f"{list_names(rivals)}: optimizers of one model ({state.model})"
+                raise OperationError(self._refusal(problem))
             raise OperationError(
                 f"{state.label}: it has the parameters of model {state.model}, but the loader "
                 f"expects those of model {state.index}; next: prepare() models and optimizers in "

@@ -34,7 +34,7 @@ from ckptfix.tensors.parameter_names import (
     shape_of,
 )
 from ckptfix.tensors.stored import Weights
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, list_names
 
 Factory = Callable[[], Any]
 """Returns a model; or a tuple of models, their optimizers and anything else, such as inputs; tuples
@@ -320,11 +320,7 @@ class _Keys:
         """Return whether the parameters of an optimizer fit into all models together, but into none
         alone, by their number and shapes.
         """
-        wanted = Counter(
-            shape_of(state.states.get(number, {}))
-            for group in state.groups
-            for number in group.names
-        )
+        wanted = _shapes_in(state)
         held = [
             Counter(tensor.shape for tensor in tensors.values())
             for tensors in self._tensors.values()
@@ -337,6 +333,33 @@ class _Keys:
         """Return the shape of a parameter's weights, None where no weights have its name."""
         tensor = self._tensors.get(parameter.model, {}).get(parameter.name)
         return None if tensor is None else tensor.shape
+
+
+def too_many(root: AnyPath, states: Sequence[OptimizerState], weights: Sequence[Weights]) -> str:
+    """Return in words that there are more optimizers than models, so that some share a model; ""
+    where the names show which, or where the parameters do not fit into the models together.
+
+    Those that do not fit may be of a model that was saved elsewhere. Raises OSError.
+    """
+    held = Counter(tensor.shape for one in weights for tensor in one.named().values())
+    if (
+        not 0 < len(weights) < len(states)
+        or all(one.is_named or recorded_names(root, one) is not None for one in states)
+        or not _fits(sum(map(_shapes_in, states), Counter()), held)
+    ):
+        return ""
+    which = (
+        f"optimizers of one model ({weights[0].index})"
+        if len(weights) == 1
+        else f"{len(states)} optimizers of {len(weights)} models"
+    )
+    return f"{list_names(one.label for one in states)}: {which}"
+
+
+def _shapes_in(state: OptimizerState) -> Counter[Shape | None]:
+    return Counter(
+        shape_of(state.states.get(number, {})) for group in state.groups for number in group.names
+    )
 
 
 def _fits(wanted: Mapping[Shape | None, int], held: Mapping[Shape, int]) -> bool:

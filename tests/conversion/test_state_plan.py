@@ -849,6 +849,37 @@ def test_two_optimizers_of_one_model_are_refused_without_advice_on_their_order(
     assert_next_step_works(source, str(refused.value), tmp_path / "models")
 
 
+def refusal(source: Path, new: Path, **options: Any) -> str:
+    """Return why the complete state is not migrated to FSDP."""
+    with pytest.raises((OperationError, UsageError)) as refused:
+        ckptfix.migrate(source, new, to="fsdp", state="all", **options)
+    return str(refused.value)
+
+
+def test_more_optimizers_than_models_are_refused_before_a_model_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """The symptom: advice to name the model, then that the names can be assigned in 6 ways."""
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    halves = [torch.optim.AdamW([one]) for one in models[0].parameters()]
+    source = stock_save(tmp_path / "one", models[:1], halves)
+    words = refusal(source, tmp_path / "new")
+    assert "'optimizer.bin', 'optimizer_1.bin': optimizers of one model (0), but" in words
+    assert refusal(source, tmp_path / "new", model=lambda: torch.nn.Linear(4, 3)) == words
+    assert_next_step_works(source, words, tmp_path / "models")
+    both = [*halves, torch.optim.AdamW(models[1].parameters())]
+    source = stock_save(tmp_path / "two", models, both)
+    assert ": 3 optimizers of 2 models, but accelerate" in refusal(source, tmp_path / "new")
+
+
+def test_an_optimizer_of_a_model_that_is_not_there_is_not_one_too_many(tmp_path: Path) -> None:
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
+    source = stock_save(tmp_path / "source", models, optimizers)
+    (source / "model_1.safetensors").unlink()
+    assert "--model MODULE:FACTORY" in refusal(source, tmp_path / "new")
+
+
 def test_numbers_need_names(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     with pytest.raises(OperationError, match="--model MODULE:FACTORY"):
