@@ -177,10 +177,81 @@ def test_a_script_that_breaks_out_of_every_epoch_goes_on_with_a_new_pass(
             warnings.simplefilter("always")
             run.accelerator.load_state(str(tmp_path / str(used)))
             assert train(run, 3 - used // AT) == expected[used:]
-        # A stateful loader would go on by itself without ckptfix.
+        # A stateful loader would go on by itself without ckptfix. A pass that was left before shows
+        # what the script does.
         assert ["the script begins a new pass" in one for one in words(caught)] == [True] * (
-            kind == "stateful"
+            kind == "stateful" and used == AT
         )
+
+
+def rest_of(run: Run) -> Any:
+    return run.accelerator.resume_dataloader(run.loader)
+
+
+def test_a_script_that_leaves_every_pass_gets_a_new_one_from_resume_dataloader(
+    tmp_path: Path,
+) -> None:
+    """The symptom: the epoch after the resume had the 2 batches that were left of the last one."""
+
+    def train(run: Run, loader: Any) -> None:
+        for batch in itertools.islice(loader, AT):
+            run.train(batch)
+
+    first = made()
+    for epoch in range(3):
+        train(first, first.loader)
+        first.accelerator.save_state(str(tmp_path / str(epoch)))
+    (said,) = resumed_words(tmp_path / "0", made(), rest_of)
+    assert said == (
+        "the data loader: the checkpoint was saved after the script left a pass early, after batch "
+        "4 of 6; resume_dataloader() continues that pass; help: to begin the next pass instead, "
+        "iterate over the loader itself"
+    )
+    # The same in the save of a run that was resumed.
+    run = made()
+    run.accelerator.load_state(str(tmp_path / "0"))
+    train(run, run.loader)
+    run.accelerator.save_state(str(tmp_path / "resumed"))
+    for name in ("1", "resumed"):
+        run = made()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.accelerator.load_state(str(tmp_path / name))
+            train(run, rest_of(run))
+        assert run.seen == first.seen[2 * AT :]
+    # The rest is there for a script that asks for it by number.
+    run = made()
+    run.accelerator.load_state(str(tmp_path / "1"))
+    assert len(finish(run, accelerate.skip_first_batches(run.loader, AT))) == 2 + BATCHES
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_longer_of_two_loaders_in_a_zip_begins_a_new_pass(
+    tmp_path: Path, kind: str, is_first: bool
+) -> None:
+    """The symptom: the epoch after the resume had the 2 batches that were left of the last one."""
+
+    def two() -> tuple[Run, Any]:
+        run = made(**OPTIONS[kind])
+        data = Noisy(torch.arange(64.0).reshape(16, 4))
+        return run, run.accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+
+    def epoch(run: Run, short: Any, long: Any) -> None:
+        for first, second in zip(*((long, short) if is_first else (short, long)), strict=False):
+            run.train((first[0] + second[0],))
+
+    run, long = two()
+    epoch(run, run.loader, long)
+    run.accelerator.save_state(str(tmp_path / "c"))
+    epoch(run, run.loader, long)
+    resumed, long = two()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "'set_vital'")
+        resumed.accelerator.load_state(str(tmp_path / "c"))
+        epoch(resumed, rest_of(resumed), resumed.accelerator.resume_dataloader(long))
+    assert resumed.seen == run.seen[BATCHES:]
 
 
 @pytest.mark.parametrize("seedable", [False, True])
@@ -331,8 +402,8 @@ def test_passing_over_used_batches_of_a_pass_that_was_left_is_said_not_to_be_exa
         tmp_path / "c", made(), lambda run: itertools.islice(run.loader, AT, None)
     )
     assert said == (
-        "data loader: the checkpoint was saved after the script left a pass with `break` after "
-        "batch 4, so this run, which passes over the first batches itself, does not continue that "
+        "data loader: the checkpoint was saved after the script left a pass early, after "
+        "batch 4 of 6, so this run, which passes over the first batches itself, does not continue that "
         "pass bit for bit; help: in the first epoch after load_state, iterate over "
         "accelerator.resume_dataloader(loader)"
     ).replace("data loader", "the data loader", 1)

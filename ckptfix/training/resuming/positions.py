@@ -11,6 +11,7 @@ A loader that no watched accelerator holds is iterated by accelerate as before.
 """
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -63,6 +64,9 @@ EXPECTING: set["FollowedLoader"] = set()
 """Loaders for which the next training step shows whether the script passes over the batches that
 were used.
 """
+
+_CLOCK = itertools.count(1)
+"""Numbers the batches and the ends of passes of all loaders in their order."""
 
 
 def watch(accelerator: Any) -> None:
@@ -144,6 +148,10 @@ class FollowedLoader:
         # Where this run left its last pass that trained, and where the saved run did.
         self.left: Position | None = None
         self.left_at_save: Position | None = None
+        # Whether the script left the last pass that trained, too, before the one under way.
+        self.left_before = False
+        # When the last complete pass that trained ended.
+        self.completed_at = 0
         # Until the first training step after the load of a checkpoint without a position in a pass.
         self.is_between = False
         self.workers = Workers()
@@ -192,6 +200,7 @@ class FollowedLoader:
             held=held,
             per_batch=per_batch(loader),
             seed=None if seedable is None else int(seedable.initial_seed),
+            left_before=self.left_before,
         )
         if is_stateful(loader):
             here.is_fresh = bool(
@@ -216,8 +225,13 @@ class FollowedLoader:
         if not one.is_trained:
             return
         self.left = None
+        if any(one.came_at < each.completed_at for each in FOLLOWED.values() if each is not self):
+            # The other loader of a ``zip`` has ended this epoch.
+            self.left_before = False
+            return
         if not self.passes and self.loader is not None:
             left = self._described()
+            self.left_before = True
             one.describe(left)
             left.problem = left.problem or self.workers.problem(self.loader.base_dataloader)
             left.save = SaveMoment(capture())
@@ -245,7 +259,7 @@ class FollowedLoader:
         )
         if is_stateful(loader):
             self._load_stateful(position)
-        self.left_at_save = position.left
+        self.left_at_save, self.left_before = position.left, position.left_before
         self.is_between = position.fetched is None and position.left is None
         EXPECTING.add(self)
         if position.fetched is not None:
@@ -277,7 +291,13 @@ class FollowedLoader:
         one = Pass(self, loader)
         if position is not None:
             one.go_on_from(position)
-        elif self.left_at_save is not None and loader is not parent and one.fetched_by_script:
+        elif (
+            (left := self.left_at_save) is not None
+            and loader is not parent
+            and one.fetched_by_script
+            # A script that leaves every pass may skip batches in every one of them.
+            and not (left.left_before and one.fetched_by_script not in (left.yielded, left.fetched))
+        ):
             self._go_on_from_left(one)
         if one.unskipped is None and self.left_at_save is None and not self.is_between:
             EXPECTING.discard(self)
@@ -288,6 +308,7 @@ class FollowedLoader:
         left, self.left_at_save = self.left_at_save, None
         if left is None:
             return
+        self.left_before = left.left_before
         one.go_on_from(left)
         if left.problem:
             warn_caller(f"{self.name}: this run is not bit-exact: {left.problem}")
@@ -298,21 +319,30 @@ class FollowedLoader:
 
     def ask_for_left(self) -> Position | None:
         """Return where the saved run left its pass by ``break``, for a script that asks for the rest
-        of it; None where it left none.
+        of it; None where it left none, or leaves every pass.
         """
         left = self.left_at_save
-        if left is None:
+        if left is None or left.left_before:
             return None
         warn_caller(
-            f"{self.name}: the checkpoint was saved after the script left a pass with `break`; "
-            f"resume_dataloader() continues that pass after batch {left.yielded}; help: to begin "
+            f"{self._left_in_words(left)}; resume_dataloader() continues that pass; help: to begin "
             "the next pass instead, iterate over the loader itself"
         )
         self.loader.iteration = left.iteration
         if is_stateful(self.loader) and not left.is_at_end:
-            self.left_at_save, self.resumed = None, left
+            self.left_at_save, self.resumed, self.left_before = None, left, left.left_before
             self._load_stateful(left)
         return left
+
+    def _left_in_words(self, left: Position) -> str:
+        size = ""
+        # An iterable dataset need not have a length.
+        with suppress(Exception):
+            size = f" of {len(self.loader)}"
+        return (
+            f"{self.name}: the checkpoint was saved after the script left a pass early, after "
+            f"batch {left.yielded}{size}"
+        )
 
     def expected(self) -> Position | None:
         """Return the position from which the next pass goes on, None for a pass from the
@@ -385,13 +415,12 @@ class FollowedLoader:
         Many scripts leave every epoch by ``break``, so a new pass alone gives no warning.
         """
         EXPECTING.discard(self)
-        self.left_at_save = None
-        words = (
-            f"{self.name}: the checkpoint was saved after the script left a pass with `break` after "
-            f"batch {left.yielded}"
-        )
+        self.left_at_save, self.left_before = None, True
+        words = self._left_in_words(left)
         advice = "iterate over accelerator.resume_dataloader(loader)"
-        if is_stateful(self.loader):
+        if left.left_before:
+            advice = f"iterate over accelerator.skip_first_batches(loader, {left.yielded})"
+        if is_stateful(self.loader) and not left.left_before:
             warn_caller(
                 f"{words}, and the script begins a new pass; help: to continue that pass, {advice}"
             )
@@ -440,6 +469,8 @@ class Pass:
         self.is_over = False
         self.is_rest = False
         self.is_trained = False
+        # When the script got its last batch.
+        self.came_at = 0
         # Whether it goes on from a position, so that it sets the generators.
         self.goes_on = False
         self.per_batch = per_batch(loader)
@@ -707,6 +738,7 @@ def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterato
     try:
         for batch in original(loader):
             one.fetched_by_script += one.per_batch
+            one.came_at = next(_CLOCK)
             yield batch
         is_complete = True
     finally:
@@ -717,7 +749,8 @@ def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterato
             with suppress(Exception):
                 followed.broken_off(one)
         elif one.is_trained:
-            followed.left = None
+            followed.left, followed.left_before = None, False
+            followed.completed_at = next(_CLOCK)
         followed.workers.ended(loader.base_dataloader, is_complete=is_complete, is_rest=one.is_rest)
         if is_complete:
             one.end()

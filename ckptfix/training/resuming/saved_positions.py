@@ -41,7 +41,8 @@ class Position(Struct):
     ``is_at_end``: the last batch has been yielded, and the loop has not ended. ``made``: when the
     iterator was made, where that was before the pass. ``problem``: why it is not exact. ``left``:
     the position at which the script left its last pass by ``break``; the next pass may be a new one
-    or the rest of that one, and only the resumed script knows.
+    or the rest of that one, and only the resumed script knows. ``left_before``: the script left the
+    pass before this one, too, as one that takes a part of the data in every epoch.
     """
 
     signature: tuple[Any, ...]
@@ -60,6 +61,7 @@ class Position(Struct):
     problem: str = ""
     save: SaveMoment | None = None
     left: "Position | None" = None
+    left_before: bool = False
 
     @property
     def yielded(self) -> int:
