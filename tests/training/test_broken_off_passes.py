@@ -125,6 +125,47 @@ def test_the_rest_of_a_pass_that_was_left_goes_on_bit_for_bit(
     )
 
 
+@pytest.mark.parametrize("at", [1, AT, BATCHES - 1])
+@pytest.mark.parametrize("how", ["rest", "skip"])
+@pytest.mark.parametrize(
+    "kind", [*OPTIONS, *(pytest.param(one, marks=pytest.mark.slow) for one in WITH_WORKERS)]
+)
+def test_a_batch_that_came_before_the_break_and_was_not_trained_on_is_not_used(
+    tmp_path: Path, kind: str, how: str, at: int
+) -> None:
+    """The symptom: with ``if step >= max_steps: break`` at the top of the loop, one batch was left
+    out.
+    """
+
+    def train(run: Run, loader: Any, limit: int) -> None:
+        for batch in loader:
+            if len(run.seen) >= limit:
+                break
+            run.train(batch)
+
+    options = {**OPTIONS, **WITH_WORKERS}[kind]
+    expected = through(made(**options))
+    run = made(**options)
+    train(run, run.loader, at)
+    run.accelerator.save_state(str(tmp_path / "c"))
+    # Saved again by a run that has the same limit.
+    run = made(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.accelerator.load_state(str(tmp_path / "c"))
+    train(run, accelerate.skip_first_batches(run.loader, at), 0)
+    run.accelerator.save_state(str(tmp_path / "again"))
+    for name in ("c", "again"):
+        run = made(**options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.accelerator.load_state(str(tmp_path / name))
+            rest = rest_of(run) if how == "rest" else accelerate.skip_first_batches(run.loader, at)
+            assert finish(run, rest) == expected[at:]
+        said = [one for one in words(caught) if "generators of its workers" not in one]
+        assert len(said) == (how == "rest")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "dispatched"])
 def test_two_processes_go_on_with_the_rest_of_a_pass(tmp_path: Path, kind: str) -> None:

@@ -182,7 +182,7 @@ def resume_dataloader(accelerator: Any, loader: Any) -> Any:
     if position is None and (left := followed.ask_for_left()) is not None:
         # The script may count its epochs from the one that it left at its last batch: no batch is
         # left of it.
-        if left.is_at_end or not is_stateful(loader):
+        if left.is_at_end or left.stateful is None or not is_stateful(loader):
             return accelerate_loaders.skip_first_batches(loader, left.yielded)
         return loader
     if position is None or position.is_at_end or is_stateful(loader):

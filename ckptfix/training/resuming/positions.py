@@ -216,6 +216,9 @@ class FollowedLoader:
         The generators are those of the moment: a script that goes on with the pass does not repeat
         what it did after its loop. A pass that did not train, as one for a single batch to look at,
         is not one to go on with, and leaves the position that it took to the next one.
+
+        Batches that the script got after its last training step are not used: many look at the top
+        of the loop whether it ends.
         """
         if (position := one.unskipped) is not None and self.resumed is None:
             if position.save is not None and one.resumed is None:
@@ -223,6 +226,9 @@ class FollowedLoader:
             self.resumed = position
             EXPECTING.add(self)
         if not one.is_trained:
+            if one.left is not None and self.left_at_save is None:
+                self.left_at_save = one.left
+                EXPECTING.add(self)
             return
         self.left = None
         if any(one.came_at < each.completed_at for each in FOLLOWED.values() if each is not self):
@@ -232,9 +238,8 @@ class FollowedLoader:
         if not self.passes and self.loader is not None:
             left = self._described()
             self.left_before = True
-            one.describe(left)
+            left.save = SaveMoment(one.describe_used(left))
             left.problem = left.problem or self.workers.problem(self.loader.base_dataloader)
-            left.save = SaveMoment(capture())
             self.left = left
 
     def go_on_from(self, position: Position) -> list[str]:
@@ -308,7 +313,7 @@ class FollowedLoader:
         left, self.left_at_save = self.left_at_save, None
         if left is None:
             return
-        self.left_before = left.left_before
+        self.left_before, one.left = left.left_before, left
         one.go_on_from(left)
         if left.problem:
             warn_caller(f"{self.name}: this run is not bit-exact: {left.problem}")
@@ -329,7 +334,7 @@ class FollowedLoader:
             "the next pass instead, iterate over the loader itself"
         )
         self.loader.iteration = left.iteration
-        if is_stateful(self.loader) and not left.is_at_end:
+        if left.stateful is not None and is_stateful(self.loader) and not left.is_at_end:
             self.left_at_save, self.resumed, self.left_before = None, left, left.left_before
             self._load_stateful(left)
         return left
@@ -436,7 +441,7 @@ def training_goes_on(accelerator: Any) -> None:
     """Take note of a training step."""
     for loader in accelerator._dataloaders:
         if is_followable(loader) and loader in FOLLOWED and FOLLOWED[loader].passes:
-            FOLLOWED[loader].passes[-1].is_trained = True
+            FOLLOWED[loader].passes[-1].note_training()
     for followed in list(EXPECTING) if EXPECTING else ():
         loader = followed.loader
         if loader is None:
@@ -469,6 +474,13 @@ class Pass:
         self.is_over = False
         self.is_rest = False
         self.is_trained = False
+        # The batches that were there at the last training step, what the one that was ahead then
+        # depends on, and when the script asked for the next one.
+        self.used = 0
+        self.ahead_of_used: tuple[int, Moment] | None = None
+        self.after_used: Moment | None = None
+        # Where the saved run left this pass by ``break``.
+        self.left: Position | None = None
         # When the script got its last batch.
         self.came_at = 0
         # Whether it goes on from a position, so that it sets the generators.
@@ -621,6 +633,8 @@ class Pass:
             self._set(position.ahead)
         if (self.fetched - self.first) % self.per_batch == 0:
             self.ahead = (self.fetched, self.moment())
+            if self.is_trained and self.after_used is None:
+                self.after_used = self.ahead[1]
 
     def after_fetch(self, *, is_end: bool) -> None:
         """Set the generators to those of the save when the batch that was ahead then has been
@@ -676,6 +690,33 @@ class Pass:
             position.problem = position.problem or "its batches were not fetched one by one"
         base = self._loader.base_dataloader
         position.workers = self.followed.workers.within(base, self.fetched_by_script)
+
+    def note_training(self) -> None:
+        """Take note of a training step with the last batch."""
+        self.is_trained = True
+        self.used, self.ahead_of_used = self.fetched_by_script, self.ahead
+        self.after_used = None
+
+    def describe_used(self, position: Position) -> GeneratorStates:
+        """Add to a position where this pass was when the last training step had been made; return
+        the generators of that moment.
+        """
+        self.describe(position)
+        unused = self.fetched_by_script - self.used
+        if not unused:
+            return capture()
+        base = self._loader.base_dataloader
+        position.fetched, position.is_at_end = self.used, False
+        position.ahead, position.stateful = None, None
+        position.workers = self.followed.workers.within(base, self.used)
+        if unused > self.per_batch and base.num_workers:
+            position.problem = position.problem or "the generators of its workers are not known"
+        if self.ahead_of_used is not None and self.ahead_of_used[0] == self.used:
+            position.ahead = self.ahead_of_used[1]
+        if self.after_used is None:
+            return capture()
+        position.held = self.after_used.held
+        return self.after_used.everywhere
 
     def end(self) -> None:
         """Let the loader that the accelerator holds know that its pass has ended: accelerate counts
