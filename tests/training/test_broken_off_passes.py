@@ -463,9 +463,8 @@ def test_skipping_another_number_of_batches_is_said(tmp_path: Path) -> None:
     for name, used in (("left", AT), ("left at the end", BATCHES), ("at the end", BATCHES)):
         (said,) = resumed_words(tmp_path / name, made(), skip(3))
         assert f"skips to batch 4, but the checkpoint was saved after batch {used}" in said
-    (said,) = resumed_words(tmp_path / "between", made(), skip(3))
-    assert "the checkpoint has no position within a pass to go on from" in said
-    assert resumed_words(tmp_path / "between", made(), skip(BATCHES)) == []
+    # Every epoch of the script may skip them.
+    assert resumed_words(tmp_path / "between", made(), skip(3)) == []
 
 
 @pytest.mark.slow

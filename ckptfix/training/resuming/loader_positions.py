@@ -69,7 +69,7 @@ def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
     for loader in loaders:
         if is_followable(loader) and loader in FOLLOWED:
             FOLLOWED[loader].left = FOLLOWED[loader].left_at_save = None
-            FOLLOWED[loader].is_between = FOLLOWED[loader].left_before = False
+            FOLLOWED[loader].left_before = False
     pairs, waiting = _paired(loaders, saved)
     for number, loader in enumerate(loaders):
         name = f"data loader {number}" if len(loaders) > 1 else "the data loader"

@@ -152,8 +152,6 @@ class FollowedLoader:
         self.left_before = False
         # When the last complete pass that trained ended.
         self.completed_at = 0
-        # Until the first training step after the load of a checkpoint without a position in a pass.
-        self.is_between = False
         self.workers = Workers()
         self.name = "data loader"
 
@@ -265,7 +263,6 @@ class FollowedLoader:
         if is_stateful(loader):
             self._load_stateful(position)
         self.left_at_save, self.left_before = position.left, position.left_before
-        self.is_between = position.fetched is None and position.left is None
         EXPECTING.add(self)
         if position.fetched is not None:
             self.resumed = position
@@ -304,7 +301,7 @@ class FollowedLoader:
             and not (left.left_before and one.fetched_by_script not in (left.yielded, left.fetched))
         ):
             self._go_on_from_left(one)
-        if one.unskipped is None and self.left_at_save is None and not self.is_between:
+        if one.unskipped is None and self.left_at_save is None:
             EXPECTING.discard(self)
         return one
 
@@ -384,15 +381,6 @@ class FollowedLoader:
                 self._begin_anew(self.passes[-1], self.left_at_save)
             return
         EXPECTING.discard(self)
-        if self.is_between:
-            self.is_between = False
-            if self.passes and self.passes[-1].skipped:
-                warn_caller(
-                    f"{self.name}: the script skips batches, but the checkpoint has no position "
-                    "within a pass to go on from, so this run is not bit-exact; help: after a save "
-                    "between two epochs, skip nothing"
-                )
-            return
         running = next((one for one in self.passes if one.unskipped is not None), None)
         if running is not None and running.unskipped is not None:
             position = running.unskipped
@@ -490,7 +478,6 @@ class Pass:
         self.first = skipped  # the first batch that the base loader fetches
         self.fetched = skipped
         self.fetched_by_script = skipped + self.per_batch * int(getattr(loader, "skip_batches", 0))
-        self.skipped = self.fetched_by_script
         self.start: Moment | None = None
         self.ahead: tuple[int, Moment] | None = None
         self.iteration = int(loader.iteration)
