@@ -295,6 +295,29 @@ def test_the_longer_of_two_loaders_in_a_zip_begins_a_new_pass(
     assert resumed.seen == run.seen[BATCHES:]
 
 
+def test_a_pass_that_began_before_the_last_load_is_not_one_to_go_on_with(tmp_path: Path) -> None:
+    """The symptom: a run that had gone back to an older checkpoint in its loop, and was saved
+    after it, went on with the rest of the pass that it had given up.
+    """
+    run = made()
+    for batch in run.loader:
+        run.train(batch)
+    run.accelerator.save_state(str(tmp_path / "good"))
+    for batch in run.loader:
+        run.train(batch)
+        if len(run.seen) == BATCHES + 3:
+            run.accelerator.load_state(str(tmp_path / "good"))
+            break
+    run.accelerator.save_state(str(tmp_path / "again"))
+    expected = finish(run, ())[BATCHES + 3 :]
+    resumed = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.accelerator.load_state(str(tmp_path / "again"))
+        assert rest_of(resumed) is resumed.loader
+        assert finish(resumed, ()) == expected
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 def test_what_the_script_does_after_its_loop_is_not_repeated(
     tmp_path: Path, seedable: bool

@@ -70,6 +70,8 @@ def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
         if is_followable(loader) and loader in FOLLOWED:
             FOLLOWED[loader].left = FOLLOWED[loader].left_at_save = None
             FOLLOWED[loader].left_before = False
+            for running in FOLLOWED[loader].passes:
+                running.is_before_load = True
     pairs, waiting = _paired(loaders, saved)
     for number, loader in enumerate(loaders):
         name = f"data loader {number}" if len(loaders) > 1 else "the data loader"

@@ -218,6 +218,8 @@ class FollowedLoader:
         Batches that the script got after its last training step are not used: many look at the top
         of the loop whether it ends.
         """
+        if one.is_before_load:
+            return
         if (position := one.unskipped) is not None and self.resumed is None:
             if position.save is not None and one.resumed is None:
                 position.save.is_reached = False
@@ -469,6 +471,8 @@ class Pass:
         self.after_used: Moment | None = None
         # Where the saved run left this pass by ``break``.
         self.left: Position | None = None
+        # Whether a checkpoint was loaded since: it is not a pass of the run that goes on.
+        self.is_before_load = False
         # When the script got its last batch.
         self.came_at = 0
         # Whether it goes on from a position, so that it sets the generators.
