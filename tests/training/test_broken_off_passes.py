@@ -386,10 +386,16 @@ def test_a_checkpoint_that_is_saved_again_after_the_load_keeps_the_position(
         save_after_break(made(), tmp_path / "c")
     run = made()
     run.accelerator.load_state(str(tmp_path / "c"))
+    # The run itself goes on with the generators of the first save.
+    torch.rand(3)
     run.accelerator.save_state(str(tmp_path / "again"))
-    resumed = made()
-    resumed.accelerator.load_state(str(tmp_path / "again"))
-    assert finish(resumed, accelerate.skip_first_batches(resumed.loader, AT)) == expected
+    assert finish(run, accelerate.skip_first_batches(run.loader, AT)) == expected
+    for name in ("again", "again and again"):
+        resumed = made()
+        resumed.accelerator.load_state(str(tmp_path / name))
+        torch.rand(2)
+        resumed.accelerator.save_state(str(tmp_path / "again and again"))
+        assert finish(resumed, accelerate.skip_first_batches(resumed.loader, AT)) == expected
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -447,6 +453,33 @@ def test_a_loader_that_is_prepared_after_the_load_goes_on_where_its_pass_was_lef
     torch.rand(1)
     run.loader = run.accelerator.prepare(DataLoader(base.dataset, batch_size=2, shuffle=True))
     assert finish(run, accelerate.skip_first_batches(run.loader, AT)) == expected[AT:]
+
+
+def test_two_loaders_whose_positions_are_saved_again_share_the_generators_of_the_first_save(
+    tmp_path: Path,
+) -> None:
+    def two() -> tuple[Run, Any]:
+        run = made()
+        data = Noisy(torch.arange(48.0).reshape(12, 4))
+        return run, run.accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+
+    def train(run: Run, first: Any, second: Any, folder: Path | None = None) -> list[Any]:
+        for left, right in zip(first, second, strict=False):
+            run.train((left[0] + right[0],))
+            if folder is not None and len(run.seen) == AT:
+                run.accelerator.save_state(str(folder))
+        return run.seen
+
+    run, second = two()
+    expected = train(run, run.loader, second, tmp_path / "c")[AT:]
+    run, second = two()
+    run.accelerator.load_state(str(tmp_path / "c"))
+    torch.rand(3)
+    run.accelerator.save_state(str(tmp_path / "again"))
+    for name in ("c", "again"):
+        run, second = two()
+        run.accelerator.load_state(str(tmp_path / name))
+        assert train(run, rest_of(run), run.accelerator.resume_dataloader(second)) == expected
 
 
 def resumed_words(folder: Path, run: Run, first: Any) -> list[str]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import checkpointing
-from msgspec.structs import replace
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
@@ -650,14 +649,23 @@ def _order_moments(accelerator: Any, saved: Sequence[Sequence[Sequence[str]]]) -
 
 
 def _positions(state: State, random: GeneratorStates) -> list[Position | str]:
-    """Return the positions of loaders, which share the moment of the save."""
+    """Return the positions of loaders, which share the moment of the save.
+
+    Those that were saved again before a pass went on share the moment of the first save.
+    """
     moment = SaveMoment(random)
+    earlier: SaveMoment | None = None
     saved: list[Position | str] = []
     for value in state["loaders"]:
         if isinstance(value, str):
             saved.append(value)
         else:
-            saved.append(replace(Position.from_plain(value), save=moment))
+            position = Position.from_plain(value)
+            if position.save is None:
+                position.save = moment
+            else:
+                earlier = position.save = earlier or position.save
+            saved.append(position)
     return saved
 
 

@@ -69,8 +69,17 @@ class Position(Struct):
         return (self.fetched or 0) // self.per_batch
 
     def as_plain(self) -> dict[str, Any]:
-        """Return values that ``from_plain`` reads; ``save`` is written once for all loaders."""
-        return {name: plain(value) for name, value in asdict(self).items() if name != "save"}
+        """Return values that ``from_plain`` reads.
+
+        ``save`` is written once for all loaders, but for a position of an earlier save that no pass
+        has gone on from yet.
+        """
+        is_of_earlier = self.save is not None and not self.save.is_reached
+        return {
+            name: plain(value)
+            for name, value in asdict(self).items()
+            if name != "save" or is_of_earlier
+        }
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "Position":
@@ -80,7 +89,7 @@ class Position(Struct):
             values[name] = None if values[name] is None else Moment.from_plain(values[name])
         workers = values["workers"]
         values["workers"] = None if workers is None else WorkerStates(**workers)
-        # Written with a position that was left: it has generators of its own.
+        # Written with a position that was left, or was saved again: it has generators of its own.
         if (save := values.get("save")) is not None:
             values["save"] = SaveMoment(GeneratorStates.from_plain(save["generators"]))
         # Not in run states of 0.5.0.
