@@ -427,6 +427,39 @@ def test_a_batch_to_look_at_changes_nothing(
         assert finish(resumed, rest) == expected
 
 
+@pytest.mark.parametrize("kind", ["plain", "seedable", "dispatched"])
+@pytest.mark.parametrize("how", ["rest", "skip", "by itself"])
+@pytest.mark.parametrize("used", [1, AT])
+@pytest.mark.parametrize("within", [True, False])
+def test_a_complete_pass_without_training_changes_nothing(
+    tmp_path: Path, kind: str, within: bool, used: int, how: str
+) -> None:
+    """The symptom: an evaluation on the training data after the load took the position, and the
+    rest of the epoch was the epoch from its beginning.
+    """
+    options = OPTIONS[kind]
+    if within:
+        expected = made(**options).save_at(tmp_path / "c", used)
+    else:
+        expected = through(made(**options))[used:]
+        save_after_break(made(**options), tmp_path / "c", used)
+    run = made(**options)
+    with warnings.catch_warnings():
+        # That of a pass that was left.
+        warnings.simplefilter("error" if within else "ignore")
+        run.accelerator.load_state(str(tmp_path / "c"))
+        list(run.loader)
+        list(run.loader)
+        rest = itertools.islice(run.loader, used, None)
+        if how == "rest":
+            rest = rest_of(run)
+        elif how == "skip":
+            rest = accelerate.skip_first_batches(run.loader, used)
+        seen = finish(run, rest)
+    # Only a position within a pass is known to be that of a script that passes over batches itself.
+    assert (seen == expected) == (within or how != "by itself")
+
+
 def test_a_batch_to_look_at_is_not_a_pass_to_go_on_with(tmp_path: Path) -> None:
     run = made()
     for batch in run.loader:

@@ -39,6 +39,8 @@ from ckptfix.training.resuming.prepared_loaders import (
     is_followable,
     is_rest_of,
     is_stateful,
+    numbers,
+    of_batches,
     per_batch,
     seedable_sampler,
     signature,
@@ -220,11 +222,7 @@ class FollowedLoader:
         """
         if one.is_before_load:
             return
-        if (position := one.unskipped) is not None and self.resumed is None:
-            if position.save is not None and one.resumed is None:
-                position.save.is_reached = False
-            self.resumed = position
-            EXPECTING.add(self)
+        self._give_back(one)
         if not one.is_trained:
             if one.left is not None and self.left_at_save is None:
                 self.left_at_save = one.left
@@ -241,6 +239,25 @@ class FollowedLoader:
             left.save = SaveMoment(one.describe_used(left))
             left.problem = left.problem or self.workers.problem(self.loader.base_dataloader)
             self.left = left
+
+    def _give_back(self, one: "Pass") -> None:
+        position = one.unskipped
+        if position is None or self.resumed is not None:
+            return
+        if position.save is not None and one.resumed is None:
+            position.save.is_reached = False
+        self.resumed = position
+        EXPECTING.add(self)
+
+    def completed(self, one: "Pass") -> None:
+        """Take note of the end of a pass; one that did not train gives the position back."""
+        if one.is_trained:
+            self.left, self.left_before = None, False
+            self.completed_at = next(_CLOCK)
+        elif one.unskipped is not None and not one.unskipped.is_at_end and not one.is_before_load:
+            self._give_back(one)
+            # Counted on by accelerate.
+            self.loader.iteration = one.unskipped.iteration
 
     def go_on_from(self, position: Position) -> list[str]:
         """Let the next pass go on where a loader was; return in words what cannot be as it was."""
@@ -339,13 +356,9 @@ class FollowedLoader:
         return left
 
     def _left_in_words(self, left: Position) -> str:
-        size = ""
-        # An iterable dataset need not have a length.
-        with suppress(Exception):
-            size = f" of {len(self.loader)}"
         return (
             f"{self.name}: the checkpoint was saved after the script left a pass early, after "
-            f"batch {left.yielded}{size}"
+            f"batch {left.yielded}{of_batches(self.loader)}"
         )
 
     def expected(self) -> Position | None:
@@ -390,7 +403,7 @@ class FollowedLoader:
             if running.fetched_by_script > (position.fetched or 0):
                 return
             warn_caller(
-                f"{self.name}: {_numbers(position.yielded)} used again, although the "
+                f"{self.name}: {numbers(position.yielded)} used again, although the "
                 f"checkpoint was saved after batch {position.yielded}, so this run does not "
                 "continue the saved pass; help: in the first epoch after load_state, iterate "
                 "over accelerator.resume_dataloader(loader)"
@@ -750,10 +763,6 @@ class _Fetches:
         return data
 
 
-def _numbers(count: int) -> str:
-    return "batch 1 of this pass is" if count == 1 else f"batches 1 to {count} of this pass are"
-
-
 def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterator[Any]:
     one = followed.begin(loader)
     if one.is_over:
@@ -780,9 +789,8 @@ def _iterate(followed: FollowedLoader, loader: Any, original: Method) -> Iterato
             # Also at the end of the process, where nothing may be said.
             with suppress(Exception):
                 followed.broken_off(one)
-        elif one.is_trained:
-            followed.left, followed.left_before = None, False
-            followed.completed_at = next(_CLOCK)
+        else:
+            followed.completed(one)
         followed.workers.ended(loader.base_dataloader, is_complete=is_complete, is_rest=one.is_rest)
         if is_complete:
             one.end()

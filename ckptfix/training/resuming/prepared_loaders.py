@@ -128,3 +128,16 @@ def in_words(signature: tuple[Any, ...]) -> str:
     """Return in words the data of a loader's signature."""
     size = "" if signature[2] is None else f" of {signature[2]}"
     return f"{signature[1]}{size}"
+
+
+def of_batches(loader: Any) -> str:
+    """Return in words how many batches a pass over a loader has, "" where it has no length."""
+    # An iterable dataset need not have one.
+    with suppress(Exception):
+        return f" of {len(loader)}"
+    return ""
+
+
+def numbers(count: int) -> str:
+    """Return in words the first batches of a pass, as the subject of a sentence."""
+    return "batch 1 of this pass is" if count == 1 else f"batches 1 to {count} of this pass are"
