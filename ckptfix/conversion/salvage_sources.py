@@ -113,10 +113,10 @@ class SalvagePlan(Struct):
 
     ``doubtful``: kept data that ends in zeros, that may be shifted, or that changed since it was
     sealed, perhaps on purpose. ``left_out``: parts of the source that do not belong in the new
-    folder, in words. ``notes``: the names of the saved files, in words. ``unindexed``: folders of intact shards whose
-    index is missing or unusable. ``absent``: the files among ``lost`` that the source lacks.
-    ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data
-    without a checksum was kept.
+    folder, in words. ``notes``: the names of the saved files, in words. ``unindexed``: folders of
+    intact shards whose index is missing or unusable. ``absent``: the files among ``lost`` that the
+    source lacks. ``advice``: what to do when nothing matches the manifest, else "".
+    ``unchecked``: whether data without a checksum was kept.
     """
 
     root: AnyPath

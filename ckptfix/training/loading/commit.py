@@ -31,6 +31,7 @@ from ckptfix.training.loading.draft import (
     as_load_error,
 )
 from ckptfix.training.loading.load_report import LoadError, Part
+from ckptfix.training.loading.moments import first_step
 from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
@@ -385,10 +386,10 @@ def _progress(action: Action) -> tuple[str, ...]:
         return ()
     if "param_groups" not in state:
         return (f"at step {state['last_epoch']}",) if "last_epoch" in state else ()
-    groups, states = state["param_groups"], state.get("state")
-    rates = [_number(group.get("lr")) for group in groups if isinstance(group, Mapping)]
-    moments = next(iter(states.values()), None) if isinstance(states, Mapping) else None
-    step = _number(moments.get("step")) if isinstance(moments, Mapping) else None
+    rates = [
+        _number(group.get("lr")) for group in state["param_groups"] if isinstance(group, Mapping)
+    ]
+    step = _number(first_step(state.get("state")))
     at = () if step is None else (f"at step {step:g}",)
     return (*at, f"with learning rates {rates}")
 

@@ -51,6 +51,14 @@ class CarriedMoments(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+def first_step(states: Any) -> Any:
+    """Return the step of the first parameter in an optimizer's states, None without one;
+    optimizers of others keep what they like.
+    """
+    first = next(iter(states.values()), None) if isinstance(states, Mapping) else None
+    return first.get("step") if isinstance(first, Mapping) else None
+
+
 def own_names(named: Named) -> dict[int, list[Name]]:
     """Return the names of the parameters of models, by identity: a tied one has several."""
     own: dict[int, list[Name]] = {}

@@ -8,7 +8,7 @@ from accelerate.data_loader import DataLoaderShard
 from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
-from ckptfix.training.resuming.positions import EXPECTING, FOLLOWED, UNCLAIMED, follow
+from ckptfix.training.resuming.positions import EXPECTING, UNCLAIMED, follow, followed_of
 from ckptfix.training.resuming.prepared_loaders import (
     in_words,
     is_followable,
@@ -44,12 +44,7 @@ def is_going_on(accelerator: Any) -> bool:
     """Return whether a pass that goes on from a position of the checkpoint is under way: it sets the
     generators itself.
     """
-    return any(
-        one.goes_on
-        for loader in accelerator._dataloaders
-        if is_followable(loader) and loader in FOLLOWED
-        for one in FOLLOWED[loader].passes
-    )
+    return any(one.goes_on for followed in followed_of(accelerator) for one in followed.passes)
 
 
 def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
@@ -66,12 +61,11 @@ def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
     for followed in [one for one in EXPECTING if any(one.loader is loader for loader in loaders)]:
         EXPECTING.discard(followed)
         followed.resumed = None
-    for loader in loaders:
-        if is_followable(loader) and loader in FOLLOWED:
-            FOLLOWED[loader].left = FOLLOWED[loader].left_at_save = None
-            FOLLOWED[loader].left_before = False
-            for running in FOLLOWED[loader].passes:
-                running.is_before_load = True
+    for followed in followed_of(accelerator):
+        followed.left = followed.left_at_save = None
+        followed.left_before = False
+        for running in followed.passes:
+            running.is_before_load = True
     pairs, waiting = _paired(loaders, saved)
     for number, loader in enumerate(loaders):
         name = f"data loader {number}" if len(loaders) > 1 else "the data loader"

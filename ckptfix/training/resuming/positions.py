@@ -10,14 +10,13 @@ generators are set at the same moments again.
 A loader that no watched accelerator holds is iterated by accelerate as before.
 """
 
-import inspect
 import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher
 
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.patching import Method, Patch, Patches
@@ -31,6 +30,7 @@ from ckptfix.training.resuming.generators import (
     state_of,
 )
 from ckptfix.training.resuming.prepared_loaders import (
+    COPIES_ITERATION,
     FirstAndRest,
     clear_state,
     draw_first,
@@ -58,9 +58,6 @@ FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDict
 UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
 """Of an accelerator, positions within a pass whose loader the script prepares only after the load.
 """
-
-_COPIES_ITERATION = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
-"""``skip_first_batches`` of older versions of accelerate begins to count passes anew."""
 
 EXPECTING: set["FollowedLoader"] = set()
 """Loaders for which the next training step shows whether the script passes over the batches that
@@ -131,6 +128,14 @@ def _followed_by(loader: Any) -> "FollowedLoader | None":
             if registered is loader or is_rest_of(loader, registered):
                 return follow(registered)
     return None
+
+
+def followed_of(accelerator: Any) -> Iterator["FollowedLoader"]:
+    """Yield the loaders of an accelerator that are followed by now."""
+    for loader in accelerator._dataloaders:
+        # Only those of accelerate can be keys.
+        if is_followable(loader) and loader in FOLLOWED:
+            yield FOLLOWED[loader]
 
 
 def follow(loader: Any) -> "FollowedLoader":
@@ -307,7 +312,7 @@ class FollowedLoader:
         """Return the pass that begins with a loader: this one, or one of ``skip_first_batches``."""
         parent = self.loader
         position, self.resumed = self.expected(), None
-        if loader is not parent and not _COPIES_ITERATION:
+        if loader is not parent and not COPIES_ITERATION:
             loader.iteration = parent.iteration
         one = Pass(self, loader)
         if position is not None:
@@ -319,16 +324,14 @@ class FollowedLoader:
             # A script that leaves every pass may skip batches in every one of them.
             and not (left.left_before and one.fetched_by_script not in (left.yielded, left.fetched))
         ):
-            self._go_on_from_left(one)
+            self._go_on_from_left(one, left)
         if one.unskipped is None and self.left_at_save is None:
             EXPECTING.discard(self)
         return one
 
-    def _go_on_from_left(self, one: "Pass") -> None:
+    def _go_on_from_left(self, one: "Pass", left: Position) -> None:
         """Let a pass over the rest go on from where the saved run left its pass by ``break``."""
-        left, self.left_at_save = self.left_at_save, None
-        if left is None:
-            return
+        self.left_at_save = None
         self.left_before, one.left = left.left_before, left
         one.go_on_from(left)
         if left.problem:
@@ -442,9 +445,9 @@ class FollowedLoader:
 
 def training_goes_on(accelerator: Any) -> None:
     """Take note of a training step."""
-    for loader in accelerator._dataloaders:
-        if is_followable(loader) and loader in FOLLOWED and FOLLOWED[loader].passes:
-            FOLLOWED[loader].passes[-1].note_training()
+    for followed in followed_of(accelerator):
+        if followed.passes:
+            followed.passes[-1].note_training()
     for followed in list(EXPECTING) if EXPECTING else ():
         loader = followed.loader
         if loader is None:

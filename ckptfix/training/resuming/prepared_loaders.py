@@ -2,6 +2,7 @@
 batches.
 """
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,9 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+
+COPIES_ITERATION = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
+"""``skip_first_batches`` of older versions of accelerate begins to count passes anew."""
 
 
 def is_followable(loader: Any) -> bool:

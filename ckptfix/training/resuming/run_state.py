@@ -30,7 +30,7 @@ from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.patching import Method, Patch, Patches, replaced
 from ckptfix.storage.paths import RECEIPT
-from ckptfix.training.loading.moments import in_own_order, own_names
+from ckptfix.training.loading.moments import first_step, in_own_order, own_names
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
 from ckptfix.training.resuming import loader_positions, positions
@@ -246,12 +246,8 @@ def _progress(accelerator: Any, loaders: Sequence[Any]) -> list[Any]:
 
 
 def _steps_of(optimizer: Any) -> list[int]:
-    """Return the number of steps of the first parameter that has one; optimizers of others keep
-    what they like.
-    """
-    states = getattr(optimizer, "state", None)
-    first = next(iter(states.values()), None) if isinstance(states, Mapping) else None
-    step = first.get("step") if isinstance(first, Mapping) else None
+    """Return the number of steps of an optimizer, nothing without one."""
+    step = first_step(getattr(optimizer, "state", None))
     return [] if step is None else [int(step)]
 
 
