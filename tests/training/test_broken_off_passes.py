@@ -5,8 +5,6 @@ rest of that pass, or a new one.
 import itertools
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.training.rank_cases import run_python
 from tests.training.ranks import run_ranks
 from tests.training.test_run_state import Noisy, Run
 from tests.training.test_trainer_kills import ADAPTED, OLDEST, ROOT
@@ -568,15 +567,10 @@ def test_a_trainer_that_was_stopped_in_an_epoch_goes_on(tmp_path: Path, version:
         if not OLDEST.is_dir():
             pytest.skip(f"no {OLDEST}: installed there by the README's test command")
         environment = {**ADAPTED, "PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.training.stopped_trainer", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-        timeout=600,
+    out = run_python(
+        *("-W", "ignore", "-m", "tests.training.stopped_trainer", str(tmp_path)),
+        variables={"HF_HUB_OFFLINE": "1", **environment},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    number, through, resumed = json.loads(done.stdout.splitlines()[-1])
+    number, through, resumed = json.loads(out.splitlines()[-1])
     assert number.startswith("4.44.") == (version == "oldest")
     assert resumed == through
