@@ -8,6 +8,7 @@ exception.
     ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
+    │       ├── OtherArchive     an archive of torch that is not a state dict
     │       └── BeyondLimits     larger or nested deeper than what is read, encrypted, or packed by a rare method
     ├── TransferError            a copy between two devices was refused (devices.routing)
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
@@ -60,6 +61,12 @@ class TruncatedError(FormatError):
 
 class UnsupportedFormat(FormatError):
     """A well-formed file of a kind that is not read or not edited; the message says why."""
+
+
+class OtherArchive(UnsupportedFormat):
+    """An intact archive of torch that the loaders of state dicts refuse: TorchScript, or a tar of
+    before 0.4.
+    """
 
 
 class BeyondLimits(UnsupportedFormat):

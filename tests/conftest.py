@@ -27,6 +27,7 @@ __all__ = [
     "pytest_configure",
     "pytest_report_header",
     "pytest_runtest_protocol",
+    "pytest_runtest_teardown",
     "pytest_terminal_summary",
     "simulator",
 ]
@@ -56,6 +57,18 @@ QUICK = 0.03
 """Seconds of a case up to which ``--quick`` runs a test: seven in ten of all, in a twentieth of the
 time.
 """
+
+COLLECTED = (50_000, 20, 20)
+"""Objects made, and collections of each generation, after which the next garbage is collected. With
+Python's 700, 10 and 10 half of the time of a save to S3 went to it: botocore reads a description of
+each service, a hundred thousand dicts.
+"""
+
+MANY = 100
+"""Modules that a file's tests import before the garbage collector passes over them."""
+
+_FROZEN = pytest.StashKey[int]()
+"""How many modules there were when it last did."""
 
 LONGEST = ("tests/repairs/test_kill.py",)
 """Files that take a minute and more, the longest first: one that begins last keeps a single worker
@@ -94,6 +107,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(*COLLECTED)
     hooks.pytest_configure(config)
     sampling.choose_share(
         exhaustive=config.getoption("exhaustive"), eighth=config.getoption("eighth")
@@ -109,10 +123,25 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("ckptfix")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector from walking through torch and all tests again and again."""
+    _freeze(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Keep it from what the tests of a file have imported and kept, too: half a million objects of
+    torch._dynamo alone.
+    """
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last or len(sys.modules) > item.config.stash[_FROZEN] + MANY:
+        _freeze(item.config)
+
+
+def _freeze(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
+    config.stash[_FROZEN] = len(sys.modules)
 
 
 def pytest_report_header() -> str:

@@ -4,24 +4,23 @@ without numbers, or empty.
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
-from ckptfix.checkpoint.generator_states import is_list
-from ckptfix.checkpoint.state_kinds import (
+from ckptfix.checkpoint.state_contents import (
     Content,
     StateProblem,
+    count_meta,
     is_inside,
+    is_list,
     of_another_kind,
+    of_meta,
     state_by_keys,
 )
-from ckptfix.checkpoint.weights_contents import count_meta, of_meta
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_tree import (
     Node,
     Text,
     Visits,
     attribute,
-    child,
     is_dict_like,
     items_of,
     pairs,
@@ -163,27 +162,3 @@ def _is_elsewhere(root: object, place: str, state: object) -> bool:
         and text_keys(value) == keys
         for key, value in pairs(root)
     )
-
-
-def states_without_content(file: TorchFile) -> Iterator[tuple[str, str]]:
-    """Yield each key at the root of a file of a script that is a model's, an optimizer's or a
-    scheduler's and has nothing that torch could load, with that in words. A script may have meant
-    it.
-    """
-    with suppress(FormatError):
-        root = file.tree.root
-        for key, value in pairs(root) if is_dict_like(root) else ():
-            if type(key) is not Text or not (
-                _names_state(key.value) or key.value.lower() in _OF_MODELS
-            ):
-                continue
-            if is_dict_like(value) and not list(pairs(value)):
-                yield key.value, "an empty dict"
-            elif value is None:
-                yield key.value, "None"
-            elif is_list(value) and any(
-                child(item, "params") is not None for item in items_of(value)[:1]
-            ):
-                yield key.value, "a list of param groups"
-            elif _names_state(key.value) and _of_module(value) is not None:
-                yield key.value, "the state dict of a module"

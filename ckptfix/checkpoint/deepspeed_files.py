@@ -40,7 +40,6 @@ _STATE = ".pt"
 STEP = re.compile("global_step[0-9]+")
 """Name of a folder of DeepSpeed, as the Trainer gives it."""
 
-_OF_ENGINE = re.compile(r"(?:zero_pp_rank_[0-9]+_)?mp_rank_.*_model_states\.pt")
 _ON_NVME = "offloaded_tensors"
 _MAX_LATEST = 4096
 
@@ -253,37 +252,6 @@ def list_files(folder: AnyPath) -> DeepSpeedFiles:
         models=uncut or models,
         optimizers=optimizers,
     )
-
-
-def stray_states(files: DeepSpeedFiles) -> Iterator[tuple[DeepSpeedPart, str]]:
-    """Yield the files of no rank that ``zero_to_fp32`` takes by the ending of their names, such as
-    a copy.
-
-    Nothing where it reads no rank's file either: without ZeRO, and of a universal checkpoint.
-    """
-    if not files.optimizers:
-        return
-    for name in sorted(names_in(files.folder)):
-        # glob, by which it lists them, passes over hidden files.
-        if name.startswith(".") or is_deepspeed_file(name):
-            continue
-        for part, ending in ((DeepSpeedPart.OPTIMIZER, "_optim"), (DeepSpeedPart.MODEL, "_model")):
-            if name.endswith(f"{ending}_states.pt"):
-                yield part, name
-
-
-def is_read_by_engine(name: str) -> bool:
-    """Return whether ``load_checkpoint`` takes a file of model states for a part of a model that is
-    cut by tensors.
-    """
-    return _OF_ENGINE.fullmatch(name) is not None
-
-
-def order_of_zero_to_fp32(name: str) -> list[str | int]:
-    """Return the key by which ``zero_to_fp32`` sorts the files: it takes most from the first of
-    them.
-    """
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _ensure_kind(folder: AnyPath, names: Collection[DeepSpeedName]) -> None:

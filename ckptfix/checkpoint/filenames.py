@@ -24,7 +24,8 @@ meaning.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -305,12 +306,14 @@ _OF_TRAINER = frozenset(
 """States that only the Trainer saves. Its ``scaler.pt`` has the name of Accelerate's own."""
 
 
-def name_of_trainer(name: str) -> str:
-    """Return the name that the Trainer gives to the first state of a kind of ``save_state``, "" for
-    any other.
+def under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:
+    """Return a file that may be a lost state of ``save_state``: one with the name that the Trainer
+    gives to the first state of its kind, or "".
     """
-    stem, _, suffix = name.partition(".")
-    return f"{stem}.pt" if suffix == "bin" and (stem, ".pt") in _OF_TRAINER else ""
+    stem, _, suffix = lost.partition(".")
+    under = f"{stem}.pt"
+    is_state = suffix == "bin" and (stem, ".pt") in _OF_TRAINER
+    return under if is_state and PurePosixPath(under) in names else ""
 
 
 _ENTRY = re.compile(rf"(.+?)(?:_{NUMBER})?(\.safetensors|\.bin|\.pkl|\.pth?)", re.DOTALL)
@@ -383,57 +386,45 @@ def is_file_of_parts(name: str) -> bool:
     return parsed is not None and parsed.is_of_parts
 
 
-_ADDED = re.compile(r"\s|\([0-9]+\)|~|\.[0-9]+$")
-"""Spaces, and the marks of a second copy: ``optimizer (1).bin`` of browsers, ``optimizer.bin.1`` of
-wget.
+_MARKS_OF_COPIES = re.compile(
+    r"[\s_-]*\((?:[a-z0-9\s_]*copy[0-9\s_]*|[0-9]{1,2})\)"
+    r"|[\s._-]+(?:copy|old|backup|bak|orig|tmp|new)(?![a-z0-9])"
+    r"|\s+(?:[0-9]{1,2}(?=\.|$))?"
+    r"|(?:\.[0-9]{1,2}|~)$"
+)
+"""Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``, ``(another copy)``), wget
+(``.1``), editors (``~``) and people (``_old``, ``.bak``).
 """
 
-_SET_ASIDE = re.compile(r"\.(?:bak|backup|old|orig)$")
-"""Endings by which people put a file out of use."""
+NUMBER_ALONE = re.compile(r"-[0-9]{1,2}(?=\.[a-z]+$)")
+"""The mark of Safari's second download, which may have a meaning for a script:
+``model-1.safetensors`` may be of an epoch.
+"""
 
-_LOOSE_NUMBER = re.compile(r"_+0*([0-9]+\.)")
+
+def without_marks(name: str) -> str:
+    """Return a name in small letters, and without the marks of a copy: ``optimizer.bin`` for
+    ``Optimizer (1).bin``.
+    """
+    return _MARKS_OF_COPIES.sub("", name.casefold())
 
 
-def nearly_state(name: str) -> FileName | None:
-    """Return the file of ``save_state`` whose name this one nearly is: ``Optimizer.bin``,
-    ``model_01.safetensors``.
+def copied_state(name: str) -> FileName | None:
+    """Return the state of ``save_state`` of which a file is a copy by its name, so that
+    ``load_state`` never finds the file; None for any other name.
 
-    They differ in case, spaces, dashes, zeros, the mark of a second copy, an ending such as
-    ``.bak``, a missing rank or the stem of the other format, as ``pytorch_model.safetensors``, so
-    that ``load_state`` never finds the file. None for any other name.
+    ``load_state`` looks for two pairs of stem and suffix: ``pytorch_model.safetensors`` is neither.
     """
     known = parse_file_name(name)
     if known is not None and known.role is not Role.UNKNOWN:
         return None
-    plain = _ADDED.sub("", _SET_ASIDE.sub("", name.casefold()))
-    text = _LOOSE_NUMBER.sub(r"_\1", plain.replace("-", "_"))
-    with_rank = text.replace("random_states.", "random_states_0.")
-    # The stem of one format with the suffix of the other: load_state looks for two pairs of them.
-    safe = text.removeprefix("pytorch_") if text.endswith(".safetensors") else text
-    for exact in (text, text.replace("_0.", "."), with_rank, safe):
-        meant = parse_file_name(exact)
-        is_unknown = meant is None or meant.role is Role.UNKNOWN
-        if meant is not None and not is_unknown and meant.is_state_file and not meant.is_of_trainer:
-            return meant
-    return None
-
-
-def is_copy_of(name: str, copy: str) -> bool:
-    """Return whether a name is another one with a space or the mark of a second copy, as in
-    ``optimizer (1).bin``.
-    """
-    return copy != name and _ADDED.sub("", copy) == name
-
-
-MARK_OF_COPY = r"[\s._-]+copy|[\s._-]*\((?:(?:another|[0-9]+[a-z]{2})[\s_])?copy(?:[\s_][0-9]+)?\)"
-"""The words that file managers add to a copy: `` copy``, `` - Copy``, `` (copy)``, `` (another
-copy)``.
-"""
-
-_COPIED = re.compile(
-    rf"(.+?)((?:{MARK_OF_COPY})?(?:[\s_-]*\([0-9]{{1,2}}\)|[\s_-]+[0-9]{{1,2}})?)(\.[a-z]+)",
-    re.DOTALL,
-)
+    plain = NUMBER_ALONE.sub("", without_marks(name))
+    if plain.endswith(".safetensors"):
+        plain = plain.removeprefix("pytorch_")
+    meant = parse_file_name(plain)
+    if meant is None or meant.role is Role.UNKNOWN:
+        return None
+    return meant if meant.is_state_file and not meant.is_of_trainer else None
 
 
 def names_weights(name: str) -> bool:
@@ -444,29 +435,6 @@ def names_weights(name: str) -> bool:
     return (
         parsed is not None and parsed.role in NOT_STATES and parsed.role is not Role.WEIGHTS_INDEX
     )
-
-
-def copied_state(name: str) -> tuple[FileName, str] | None:
-    """Return the state of ``save_state`` of which a file is a copy by its name, and the mark; None
-    for any other name.
-
-    Safari names a second download ``model_1-1.safetensors``, file managers ``model_1 - Copy
-    (2).safetensors``. A mark that is a number alone may have a meaning for a script:
-    ``model-1.safetensors``.
-    """
-    match = _COPIED.fullmatch(name.casefold())
-    known = parse_file_name(name)
-    if not match or not match[2] or (known is not None and known.role is not Role.UNKNOWN):
-        return None
-    meant = parse_file_name(match[1] + match[3])
-    if (
-        meant is None
-        or meant.role is Role.UNKNOWN
-        or not meant.is_state_file
-        or meant.is_of_trainer
-    ):
-        return None
-    return meant, match[2]
 
 
 def index_name(stem: str, suffix: str) -> str:

@@ -20,7 +20,13 @@ from ckptfix.checkpoint.filenames import FORMATS_OF_MODELS, FileName, parse_file
 from ckptfix.checkpoint.folder_names import describe_folder_name
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.roles import OF_ONE_RANK, Role
-from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import (
+    BeyondLimits,
+    FormatError,
+    OtherArchive,
+    TruncatedError,
+    UnsupportedFormat,
+)
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (
     MAX_INDEX,
@@ -351,7 +357,9 @@ def _read(
             )
         except UnsupportedFormat as error:
             is_limit = isinstance(error, BeyondLimits)
-            kind = ProblemKind.UNSUPPORTED
+            # torch.load(weights_only=True) refuses it.
+            is_refused = isinstance(error, OtherArchive) and not name.is_of_script
+            kind = ProblemKind.NOT_A_TENSOR_FILE if is_refused else ProblemKind.UNSUPPORTED
             problem = Problem(kind=kind, message=str(error), have=reader.size, is_limit=is_limit)
         except FormatError as error:
             problem = Problem(kind=ProblemKind.MALFORMED, message=str(error), have=reader.size)
@@ -450,7 +458,7 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     A script may name a file of another program freely; under a name that a loader reads, it counts
     as damage.
     """
-    if problem.kind is ProblemKind.UNSUPPORTED:
+    if problem.kind in (ProblemKind.UNSUPPORTED, ProblemKind.NOT_A_TENSOR_FILE):
         return problem
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"

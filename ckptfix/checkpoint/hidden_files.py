@@ -2,7 +2,8 @@
 looks for.
 
 One rule for every loader: the folder shows which loader reads it, no name that the loader looks for
-exists, and a file holds what belongs under that name. The names are exact:
+exists, and a file holds what belongs under that name. The name of a copy shows that the file is
+wanted, or the other states do; the names that a loader looks for are exact:
 
 - ``load_state`` of accelerate 1.15 (``checkpointing.py``).
 - ``Trainer._load_from_checkpoint`` of transformers 5.23: six names, and folders of FSDP and of
@@ -13,34 +14,34 @@ exists, and a file holds what belongs under that name. The names are exact:
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import (
-    MARK_OF_COPY,
     MODEL_STEMS,
+    NUMBER_ALONE,
     STEMS_OF_LIBRARIES,
     TRAINER_STATE,
     WEIGHT_KINDS,
     FileName,
     Stems,
+    copied_name,
     copied_state,
-    is_copy_of,
-    nearly_state,
     parse_file_name,
+    without_marks,
 )
-from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.folder_names import parse_deepspeed_folder_name, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, library_of_names, may_hold_weights
-from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import NOT_STATES, Role
-from ckptfix.checkpoint.state_contents import content_of, may_be_state
-from ckptfix.checkpoint.state_kinds import Content
+from ckptfix.checkpoint.state_contents import Content, content_of, has_kind_of
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import AnyPath, is_dir
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.wording import first_few
 
 
 class Loader(Enum):
@@ -52,19 +53,24 @@ class Loader(Enum):
 
 
 class HiddenFile(NamedTuple):
-    """A file that a loader needs and does not find: its name, the name that the loader looks for,
-    and the evidence.
+    """A file that a loader needs and does not find: the name that the loader looks for, the files
+    that may be it, and the evidence.
 
     ``is_certain``: off for a file of a name that a script or another loader may look for on
     purpose. ``content``: its content in words.
     """
 
-    name: str
     wanted: str
+    names: tuple[str, ...]
     loader: Loader
     known_by: str
     is_certain: bool = True
     content: str = "weights"
+
+    @property
+    def candidate(self) -> str:
+        """The only file that may be it, "" where there are several."""
+        return _only(self.names)
 
 
 _COUNTED = re.compile(r"custom_checkpoint_\d+\.pkl")
@@ -75,7 +81,14 @@ _OPTIMIZER, _FSDP = "optimizer.pt", "pytorch_model_fsdp.bin"
 _OF_TRANSFORMERS, _OF_ADAPTERS = STEMS_OF_LIBRARIES["transformers"], STEMS_OF_LIBRARIES["peft"]
 
 
-def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[HiddenFile]:
+def candidate(role: Role, files: Iterable[Component]) -> str:
+    """Return the name of the only file that holds content of a role or is damaged, "" for none or
+    several.
+    """
+    return _only([file.path.name for file in files if _may_hold(role, file)])
+
+
+def hidden_files(folder: CheckpointFolder) -> Iterator[HiddenFile]:
     """Yield the files of a folder that its loader does not find by their names, one for each name
     it looks for.
 
@@ -86,9 +99,8 @@ def hidden_files(folder: CheckpointFolder, neighbours: Neighbours) -> Iterator[H
     # The Trainer's ``scaler.pt`` (fp16) and ``optimizer.bin`` (FSDP) have names of accelerate's
     # states.
     is_of_trainer = folder.has_file(TRAINER_STATE) and not folder.is_save_state
-    if not is_of_trainer and _is_of_accelerate(folder):
-        misnamed = _hidden_from_load_state(folder, neighbours)
-        for file in sorted((*misnamed, *_miscounted(folder)), key=lambda file: not file.is_certain):
+    if not is_of_trainer:
+        for file in _hidden_from_load_state(folder):
             hidden.setdefault(file.wanted, file)
     if not folder.is_save_state:
         paths = (*(one.path for one in folder.components), *folder.strays, *folder.subfolders)
@@ -106,8 +118,7 @@ def hidden_from_trainer(root: AnyPath, names: Collection[str]) -> Iterator[Hidde
     """Yield the optimizer and the weights that the Trainer does not find by their names. ``names``:
     all of the folder.
 
-    A subclass may write and read weights under names of its own: a name is certain that a library
-    gives to weights, or that has the mark of a copy.
+    A subclass may write and read weights under names of its own, which are not certain.
     """
     if TRAINER_STATE not in names:
         return
@@ -116,7 +127,7 @@ def hidden_from_trainer(root: AnyPath, names: Collection[str]) -> Iterator[Hidde
         # folders.
         is_whole = {"optimizer.bin", "scheduler.pt"} <= set(names) and _FSDP not in names
         if is_whole and not _has_folder_of_weights(root, names):
-            yield _hidden("optimizer.bin", _OPTIMIZER, Loader.TRAINER)
+            yield _hidden(_OPTIMIZER, ["optimizer.bin"], Loader.TRAINER)
         return
     has_config = CONFIG in names
     stems = _OF_TRANSFORMERS
@@ -130,10 +141,9 @@ def hidden_from_trainer(root: AnyPath, names: Collection[str]) -> Iterator[Hidde
     ):
         return
 
-    file = _hidden_weights(root, names, stems, of_libraries=True, keeps_variant=False)
+    file = _hidden_weights(root, names, stems, Loader.TRAINER)
     if file is not None:
-        name, wanted, certain = file
-        yield _hidden(name, wanted, Loader.TRAINER, is_certain=certain)
+        yield file
 
 
 def _hidden_from_pretrained(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile]:
@@ -154,28 +164,20 @@ def _hidden_from_pretrained(root: AnyPath, names: Collection[str]) -> Iterator[H
         known = _joined(known, _OF_TRANSFORMERS)
     if any(_finds(known, name, takes_variants=True) for name in names):
         return
-    file = _hidden_weights(root, names, stems, of_libraries=False, keeps_variant=True)
+    file = _hidden_weights(root, names, stems, Loader.FROM_PRETRAINED)
     if file is not None:
-        name, wanted, certain = file
-        words = f"{config} belongs to {library}, which does not look for {name!r}"
-        yield HiddenFile(name, wanted, Loader.FROM_PRETRAINED, words, is_certain=certain)
+        words = f"{config} belongs to {library}, which does not look for {_quoted(file.names)}"
+        yield file._replace(known_by=words)
 
 
 def _hidden_weights(
-    root: AnyPath,
-    names: Collection[str],
-    stems: Stems,
-    *,
-    of_libraries: bool,
-    keeps_variant: bool,
-) -> tuple[str, str, bool] | None:
-    """Return a file with weights, the name that belongs to them, and whether they surely are the
-    ones looked for.
+    root: AnyPath, names: Collection[str], stems: Stems, loader: Loader
+) -> HiddenFile | None:
+    """Return the files with weights that may be those that a loader looks for.
 
-    The mark of a copy is certain (``model_old.safetensors``, ``Model (1).bin``). Other additions
-    have a meaning for the program that wrote them: ``model-rank-0-part-0.safetensors`` is read by
-    vLLM, ``model_ema.safetensors`` by a script. ``of_libraries``: so is every name that a library
-    gives to weights.
+    A name of a library is certain, and a copy of one (``model_old.safetensors``, ``Model (1).bin``).
+    Other additions have a meaning for the program that wrote them:
+    ``model-rank-0-part-0.safetensors`` is read by vLLM, ``model_ema.safetensors`` by a script.
     """
     parsed = {
         name: meaning for name in sorted(names) if (meaning := parse_file_name(name)) is not None
@@ -183,39 +185,34 @@ def _hidden_weights(
     has_index = any(meaning.role is Role.WEIGHTS_INDEX for meaning in parsed.values())
     if not has_index and any(meaning.shard for meaning in parsed.values()):
         return None  # the missing index of shards has a finding
+    odd = {
+        name: parse_file_name(without_marks(name)) or meaning
+        for name, meaning in parsed.items()
+        if meaning.role in NOT_STATES and not meaning.shard
+    }
     known = {*MODEL_STEMS, *(stem for of_kind in stems.values() for stem in of_kind)}
-    # ``model_0.bin`` next to ``model_1.bin`` are the models of an ensemble, not copies.
-    alike = Counter(_COUNT.sub("#", name) for name in parsed)
-
-    def is_copy(name: str, kind: str) -> bool:
-        return alike[_COUNT.sub("#", name)] == 1 and any(
-            _is_copy(name, stem, kind) for stem in known
-        )
-
-    uncertain: tuple[str, str, bool] | None = None
-    for name, meaning in parsed.items():
-        if meaning.role not in NOT_STATES or meaning.shard:
-            continue
-        kind = next((kind for kind in WEIGHT_KINDS if meaning.suffix.startswith(kind)), None)
-        # ``model.fp16.safetensors`` is a variant that only the library of this stem looks for.
-        stem, _, variant = meaning.stem.partition(".")
-        is_variant = bool(variant) and meaning.is_of_library and stem in known
-        is_sure = kind is not None and (
-            is_variant or is_copy(name, kind) or (of_libraries and meaning.is_of_library)
-        )
-        # Of uncertain files the first is named: a folder may have hundreds, and the others need not
-        # be read.
-        if (uncertain and not is_sure) or not _holds_weights(root, name):
-            continue
-        of_kind = stems[kind or ".bin"]
-        stem = next((stem for stem in of_kind if _is_copy(name, stem, kind or "")), of_kind[0])
-        rest = (kind or ".bin") + (".index.json" if meaning.role is Role.WEIGHTS_INDEX else "")
-        if keeps_variant and meaning.is_of_library:
-            rest = name.removeprefix(meaning.stem.partition(".")[0])
-        if is_sure:
-            return name, stem + rest, True
-        uncertain = name, stem + rest, False
-    return uncertain
+    if loader is Loader.TRAINER:
+        known |= {*_OF_ADAPTERS[".bin"]}
+    of_libraries = [
+        name
+        for name, meaning in odd.items()
+        if meaning.is_of_library and not meaning.index and meaning.stem.partition(".")[0] in known
+    ]
+    certain = [name for name in of_libraries if _holds_weights(root, name)]
+    # Of uncertain files the first is named: a folder may have hundreds, and the others need not be
+    # read.
+    rest = (name for name in odd if name not in of_libraries)
+    files = certain or [*islice((name for name in rest if _holds_weights(root, name)), 1)]
+    if not files:
+        return None
+    meaning = odd[files[0]]
+    kind = next((kind for kind in WEIGHT_KINDS if meaning.suffix.startswith(kind)), ".bin")
+    stem, _, variant = meaning.stem.partition(".")
+    ending = f"{kind}.index.json" if meaning.role is Role.WEIGHTS_INDEX else kind
+    if loader is Loader.FROM_PRETRAINED and meaning.is_of_library:
+        ending = f".{variant}{meaning.suffix}" if variant else meaning.suffix
+    wanted = (stem if stem in stems[kind] else stems[kind][0]) + ending
+    return _hidden(wanted, files, loader, is_certain=bool(certain))
 
 
 def hidden_configs(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile]:
@@ -225,12 +222,14 @@ def hidden_configs(root: AnyPath, names: Collection[str]) -> Iterator[HiddenFile
     for wanted in (CONFIG, ADAPTER):
         if wanted in names or not has_weights_of(wanted, names):
             continue
-        stem = wanted.removesuffix(".json")
         libraries = ("peft",) if wanted == ADAPTER else ("transformers", "diffusers")
-        for name in sorted(names):
-            if _is_copy(name, stem, ".json") and library_of_names(root / name) in libraries:
-                yield _hidden(name, wanted, Loader.FROM_PRETRAINED)
-                break
+        copies = [
+            name
+            for name in sorted(names)
+            if without_marks(name) == wanted and library_of_names(root / name) in libraries
+        ]
+        if copies:
+            yield _hidden(wanted, copies, Loader.FROM_PRETRAINED)
 
 
 def has_weights_of(config: str, names: Collection[str]) -> bool:
@@ -246,9 +245,21 @@ def has_weights_of(config: str, names: Collection[str]) -> bool:
     )
 
 
-def _hidden(name: str, wanted: str, loader: Loader, *, is_certain: bool = True) -> HiddenFile:
-    words = f"{name!r} exists, but {loader.value} does not look for that name"
-    return HiddenFile(name, wanted, loader, words, is_certain)
+def _hidden(
+    wanted: str, names: Collection[str], loader: Loader, *, is_certain: bool = True
+) -> HiddenFile:
+    does = "exists" if len(names) == 1 else "exist"
+    that = "that name" if len(names) == 1 else "those names"
+    words = f"{_quoted(names)} {does}, but {loader.value} does not look for {that}"
+    return HiddenFile(wanted, tuple(names), loader, words, is_certain)
+
+
+def _only(names: Collection[str]) -> str:
+    return next(iter(names)) if len(names) == 1 else ""
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return first_few([repr(name) for name in names])
 
 
 def _joined(first: Stems, second: Stems) -> Stems:
@@ -273,39 +284,23 @@ def _finds(stems: Stems, name: str, *, takes_variants: bool) -> bool:
     return takes_variants or (not variant and meaning.suffix in (kind, f"{kind}.index.json"))
 
 
-_BETWEEN = r"[\s._-]"
-_MARK = (
-    rf"(?:{MARK_OF_COPY}|{_BETWEEN}+(?:old|backup|bak|orig|tmp|new))?"
-    rf"(?:{_BETWEEN}*\([0-9]{{1,2}}\)|{_BETWEEN}+[0-9]{{1,2}}|~)?"
-)
-"""Marks of copies: of browsers (`` (1)``), file managers (`` - Copy (2)``), wget (``.1``), editors
-and people.
-"""
-
-_COUNT = re.compile(r"(?<![(0-9])[0-9]+")
-
-
-def _is_copy(name: str, stem: str, suffix: str) -> bool:
-    """Return whether a name differs from a stem and a suffix by case or by marks of a copy:
-    ``Model_old (1).bin``.
-    """
-    pattern = rf"{stem}{_MARK}{re.escape(suffix)}(?:\.index\.json)?{_MARK}"
-    return re.fullmatch(pattern, re.sub(r"[-\s]", "_", name.casefold())) is not None
-
-
 def _holds_weights(root: AnyPath, name: str) -> bool:
-    """Return whether a file has tensors of a model, and not the state of an optimizer or the like,
-    or is unreadable.
+    return any(_may_hold(Role.MODEL, file) for file in scan_folder(root, name).components)
+
+
+def _may_hold(role: Role, file: Component) -> bool:
+    """Return whether a file holds content of a role: tensors of a model and not the state of an
+    optimizer or the like, or a state of this kind. A damaged file may.
     """
-    for component in scan_folder(root, name).components:
-        content = component.content
-        if isinstance(content, WeightsIndex):
-            return bool(content.weight_map)
-        if isinstance(content, TorchFile) and content_of(content) not in (None, Content.MODEL):
-            return False
-        problem = component.problem
-        return bool(component.tensors) or (problem is not None and not problem.is_foreign)
-    return False
+    content = file.content
+    if role is Role.MODEL and isinstance(content, WeightsIndex):
+        return bool(content.weight_map)
+    if isinstance(content, TorchFile) and role is not Role.MODEL:
+        return has_kind_of(role, content)
+    if isinstance(content, TorchFile) and content_of(content) not in (None, Content.MODEL):
+        return False
+    is_damaged = file.problem is not None and not file.problem.is_foreign
+    return is_damaged or (role is Role.MODEL and bool(file.tensors))
 
 
 def _has_folder_of_weights(root: AnyPath, names: Collection[str]) -> bool:
@@ -313,17 +308,17 @@ def _has_folder_of_weights(root: AnyPath, names: Collection[str]) -> bool:
     return any(map(may_hold_weights, folders))
 
 
-def _hidden_from_load_state(
-    folder: CheckpointFolder, neighbours: Neighbours
-) -> Iterator[HiddenFile]:
-    """Yield the files that nearly have the name of a missing state of ``save_state``, and may be
-    that state.
+def _hidden_from_load_state(folder: CheckpointFolder) -> Iterator[HiddenFile]:
+    """Yield the files that are copies, by their names, of a missing state of ``save_state``, and
+    hold a state of this kind; and the only weights, which ``load_state`` may not look for.
 
-    Scripts use such names for files of their own: ``model_01.safetensors`` for an export,
-    ``Scaler.pt`` for the mean of their data. So the content must fit, and the other files, or the
-    checkpoints next to it, must show that a state is missing. A file that all of these checkpoints
-    have by this name is not certain. Nor is one that nothing shows.
+    Copies of a later entry are shown by the other states of that entry: people set a file aside
+    that they had saved twice. A number alone is the mark of a copy where several states have it.
     """
+    copies = _copies(folder)
+    is_of_accelerate = any(one.name.is_of_accelerate for one in folder.components)
+    if not is_of_accelerate and all(role is not Role.RNG_STATE for role, _ in copies):
+        return
     existing = {_part(one.name) for one in folder.components if not one.name.is_of_trainer}
     for path in folder.subfolders:
         state = parse_folder_name(path.name) or parse_deepspeed_folder_name(path.name)
@@ -331,117 +326,69 @@ def _hidden_from_load_state(
             existing.add((state.role, state.index))
         if state is not None and state.is_deepspeed:
             existing.add((Role.OPTIMIZER, state.index))
-    count = Counter(role for role, _ in existing)
-    reach = Counter(count)
-    marked = _marked(folder, existing)
-    near: list[frozenset[str]] | None = None
-    told: set[str] = set()
-    for name, meant, mark in _near_names(folder):
-        role, number = _part(meant)
-        wanted = str(meant)
-        if (
-            name in told
-            or (role, number) in existing
-            or number > reach[role]
-            or not _may_be(folder.root, name, meant)
-        ):
-            continue
-        # ``model-1.safetensors`` may be of an epoch, ``model_1_1.safetensors`` of its step, and
-        # people make a copy of a model before they delete it. Browsers and file managers give one
-        # mark to all files.
-        is_mark_of_others = len(marked[mark, number]) > 1 and not mark.startswith("_")
-        is_shown = (
-            number < count[role]
-            or role in _NAMED_BY_ACCELERATE
-            or is_mark_of_others
-            or (number == 0 and not mark.strip(" _-").isdigit())
-            or is_copy_of(wanted, name)
-            or any(
-                count[more] > count[role] for more in _SHOWN_BY.get(role, ()) if number or not mark
+    yield from _miscounted(folder)
+    missing = {part: files for part, files in copies.items() if part not in existing}
+    saved = {*existing, *missing}
+    last = Counter(dict(sorted(existing, key=lambda part: part[1])))
+    numbered = {
+        part
+        for part, files in missing.items()
+        if any(NUMBER_ALONE.search(file.path.name) for _, file in files)
+    }
+    for (role, number), files in missing.items():
+        names = [file.path.name for _, file in files if _may_hold(role, file)]
+        is_shown = role not in _OF_ONE_ENTRY or (
+            numbered != {(role, number)}
+            and (
+                number == 0
+                or number < last[role]
+                or any((more, number) in saved for more in _OF_ONE_ENTRY if more is not role)
             )
         )
-        if near is None:
-            near = [
-                save.names.every for save in neighbours.folders() if save.names.is_of_save_state
-            ]
-        is_of_all = bool(near) and all(name in names and wanted not in names for names in near)
-        is_of_others = any(wanted in names and name not in names for names in near)
-        if is_of_others or (is_shown and not is_of_all):
-            told.add(name)
-            existing.add((role, number))
-            reach[role] = max(reach[role], number + 1)
-            yield _hidden(name, wanted, Loader.LOAD_STATE)
-        elif is_shown or not is_of_all:
+        if names and is_shown:
+            yield _hidden(str(files[0][0]), names, Loader.LOAD_STATE)
+    unknown = [
+        one
+        for one in folder.components
+        if one.name.is_of_trainer or (one.role is Role.UNKNOWN and not one.name.is_of_library)
+    ]
+    for role, wanted in _OF_ONE_ENTRY.items():
+        is_shown = any((more, 0) in saved for more in _OF_ONE_ENTRY)
+        if is_shown and (role, 0) not in existing and (name := candidate(role, unknown)):
             words = (
                 f"load_state does not look for {name!r} and fails in a script that needs {wanted}"
             )
-            yield HiddenFile(name, wanted, Loader.LOAD_STATE, words, False, role.value)
+            yield HiddenFile(wanted, (name,), Loader.LOAD_STATE, words, False, role.value)
 
 
-def _is_of_accelerate(folder: CheckpointFolder) -> bool:
-    """Return whether a state of ``save_state`` is in a folder, or its random states are under
-    nearly their name.
+def _copies(
+    folder: CheckpointFolder,
+) -> Mapping[tuple[Role, int], list[tuple[FileName, Component]]]:
+    """Return the files that are copies of states by their names, by the role and the number of the
+    state.
+
+    An unfinished copy has a finding of its own.
     """
-    if any(one.name.is_of_accelerate for one in folder.components):
-        return True
-    return any(meant.is_of_save_state for _, meant, _ in _near_names(folder))
-
-
-def _near_names(folder: CheckpointFolder) -> list[tuple[str, FileName, str]]:
-    """Return the names that are nearly those of states, with the states and the mark of a copy, by
-    their numbers.
-
-    ``model-1.safetensors`` may be either of two.
-    """
-    unknown = (one.path for one in folder.components if one.role is Role.UNKNOWN)
-    names: list[tuple[str, FileName, str]] = []
-    for path in (*unknown, *folder.strays):
-        if _COUNTED.fullmatch(path.name):
+    copies: dict[tuple[Role, int], list[tuple[FileName, Component]]] = defaultdict(list)
+    unknown = [one.path for one in folder.components if one.role is Role.UNKNOWN]
+    for path in sorted((*unknown, *folder.strays)):
+        meant = copied_state(path.name)
+        if meant is None or copied_name(path.name) or _COUNTED.fullmatch(path.name):
             continue
-        meant, copied = nearly_state(path.name), copied_state(path.name)
-        if meant is not None:
-            names.append((path.name, meant, ""))
-        if copied is not None and copied[0] != meant:
-            names.append((path.name, *copied))
-    return sorted(names, key=lambda near: _part(near[1])[1])
+        for file in scan_folder(folder.root, path.name).components:
+            copies[_part(meant)].append((meant, file))
+    return copies
 
 
-def _marked(
-    folder: CheckpointFolder, existing: Collection[tuple[Role, int]]
-) -> dict[tuple[str, int], set[Role]]:
-    """Return the roles of missing states of which copies have one mark: they were copied
-    together.
-    """
-    marked: dict[tuple[str, int], set[Role]] = defaultdict(set)
-    for _, meant, mark in _near_names(folder):
-        part = _part(meant)
-        if mark and part not in existing:
-            marked[mark, part[1]].add(part[0])
-    return marked
-
-
-_NAMED_BY_ACCELERATE = (Role.CUSTOM, Role.RNG_STATE)
-"""Roles whose names no script gives to files of its own."""
-
-_SHOWN_BY = {
-    Role.MODEL: (Role.OPTIMIZER, Role.SCHEDULER),
-    Role.OPTIMIZER: (Role.MODEL, Role.SCHEDULER),
-    Role.SCHEDULER: (Role.OPTIMIZER, Role.MODEL),
+_OF_ONE_ENTRY = {
+    Role.MODEL: "model.safetensors",
+    Role.OPTIMIZER: "optimizer.bin",
+    Role.SCHEDULER: "scheduler.bin",
 }
-"""Role -> the roles of which a run has no more entries than of this one, mostly."""
+"""Roles of which a run mostly has as many entries as of the others -> the name of the first.
 
-
-def _may_be(root: AnyPath, name: str, meant: FileName) -> bool:
-    """Return whether a file may hold the state that it nearly has the name of; a damaged one
-    may.
-    """
-    if meant.role is Role.MODEL:
-        return _holds_weights(root, name)
-    for component in scan_folder(root, name).components:
-        if isinstance(component.content, TorchFile):
-            return may_be_state(meant, component.content)
-        return component.problem is not None and not component.problem.is_foreign
-    return False
+Scripts give such names to files of their own, with numbers.
+"""
 
 
 def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
@@ -455,7 +402,7 @@ def _miscounted(folder: CheckpointFolder) -> Iterator[HiddenFile]:
     missing = [name for name in wanted if name not in counted]
     for name, lost in zip(extra, missing, strict=False):
         words = f"load_state also counts {name!r}, and expects consecutive numbers"
-        yield HiddenFile(name, lost, Loader.LOAD_STATE, words)
+        yield HiddenFile(lost, (name,), Loader.LOAD_STATE, words)
 
 
 def _part(name: FileName) -> tuple[Role, int]:

@@ -2,9 +2,10 @@
 headers.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -30,10 +31,11 @@ from ckptfix.checkpoint.folder_names import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.manifest import (
+    Manifest,
     NotAsSaved,
+    manifest_or_command,
     not_as_saved,
     read_losses,
-    read_manifest,
     unexplained,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, lost_models, may_hold_weights
@@ -41,9 +43,12 @@ from ckptfix.checkpoint.model_files import group_files
 from ckptfix.checkpoint.placeholders import files_with_placeholders
 from ckptfix.checkpoint.rank_names import parse_dcp_name
 from ckptfix.checkpoint.roles import NOT_STATES, Role, is_of_macos
-from ckptfix.checkpoint.state_contents import state_problem
+from ckptfix.checkpoint.state_contents import (
+    is_weights_file,
+    state_problem,
+    weights_without_tensors,
+)
 from ckptfix.checkpoint.trainer_folders import trainer_problem
-from ckptfix.checkpoint.weights_contents import is_weights_file, weights_without_tensors
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
@@ -52,17 +57,19 @@ from ckptfix.storage.atomic import read_file
 from ckptfix.storage.files import (
     AnyPath,
     absolute,
+    etag_of,
     folder_entries,
     is_dir,
     lexists,
     names_in,
     sparing,
+    store_of,
     walk,
 )
 from ckptfix.storage.journal import is_partly_changed
-from ckptfix.storage.markers import read_commit, upload_problem
+from ckptfix.storage.markers import Uploaded, read_commit, upload_problem
 from ckptfix.storage.opened import opened_part
-from ckptfix.storage.paths import JOURNAL, described, is_inside
+from ckptfix.storage.paths import JOURNAL, MANIFEST, described, is_inside
 from ckptfix.wording import count_of
 
 _STATES = random_states_name(0)
@@ -306,16 +313,61 @@ def gone_since_upload(root: AnyPath) -> list[NotAsSaved]:
 
     Another size does not count: what has no manifest may be saved again by anybody. Raises OSError.
     """
-    try:
-        commit = read_commit(root)
-    except FormatError:  # ``cut_upload`` names it
-        return []
     gone = [
-        NotAsSaved(name, one.size, None)
-        for name, one in (commit.objects.items() if commit is not None else ())
+        NotAsSaved(name, sent.size, None)
+        for name, sent in _uploaded(root).items()
         if not name.startswith(f"{JOURNAL}/") and not lexists(root / name)
     ]
     return unexplained(root, gone, by_manifest=False)
+
+
+def digests_of_upload(root: AnyPath) -> dict[str, str]:
+    """Return the sha256 of every file of a complete upload that no repair has changed since, none
+    where a later save or seal wrote the manifest. Raises OSError.
+    """
+    uploaded = {} if cut_upload(root) is not None else _uploaded(root)
+    files = (
+        NotAsSaved(name, sent.size, sent.size if lexists(root / name) else None)
+        for name, sent in uploaded.items()
+    )
+    same = {
+        file.name: uploaded[file.name].sha256
+        for file in unexplained(root, files, by_manifest=False)
+    }
+    is_repaired = MANIFEST in uploaded and MANIFEST not in same
+    if same and lexists(root / MANIFEST) and not is_repaired:
+        digest = hashlib.sha256(read_file(root / MANIFEST)).hexdigest()
+        if digest != same.get(MANIFEST):
+            return {}
+    return {name: digest for name, digest in same.items() if not name.startswith(f"{JOURNAL}/")}
+
+
+def replaced_since_upload(root: AnyPath, manifest: Manifest | None) -> list[str]:
+    """Return the objects of a complete upload with another size or ETag, which neither a repair nor
+    a later seal explains. Raises OSError.
+    """
+    if store_of(root) is None or cut_upload(root) is not None:
+        return []
+    uploaded = _uploaded(root)
+    replaced = {
+        name: NotAsSaved(name, sent.size, path.stat().st_size)
+        for name, sent in uploaded.items()
+        for path in (root / name,)
+        if lexists(path) and (path.stat().st_size, etag_of(path)) != (sent.size, sent.etag)
+    }
+    is_newer = MANIFEST in replaced or MANIFEST not in uploaded
+    sealed = manifest.digests if manifest is not None and is_newer else {}
+    files = [file for name, file in replaced.items() if name not in sealed and name != MANIFEST]
+    return [file.name for file in unexplained(root, files, by_manifest=False)]
+
+
+def _uploaded(root: AnyPath) -> Mapping[str, Uploaded]:
+    """Return the objects in the commit marker of an upload. Raises OSError."""
+    try:
+        commit = read_commit(root)
+    except FormatError:  # ``cut_upload`` names it
+        commit = None
+    return commit.objects if commit is not None else {}
 
 
 def incomplete(
@@ -339,7 +391,7 @@ def incomplete(
     ``trainer_state.json``, which it writes last, with the step of the folder's name.
     """
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = manifest_or_command(checkpoint)
         names = sorted(names_in(checkpoint))
         if (checkpoint / JOURNAL / UNFINISHED).exists():
             return "its save was interrupted while its files were moved into place"

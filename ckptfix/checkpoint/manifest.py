@@ -22,7 +22,7 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import FormatError, JournalError
 from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.journal import State, TransactionInfo, transactions
-from ckptfix.storage.paths import JOURNAL, MANIFEST, RECEIPT, ensure_listed, is_inside
+from ckptfix.storage.paths import JOURNAL, MANIFEST, RECEIPT, ensure_listed, is_inside, shell_path
 from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
 
@@ -165,6 +165,18 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{folder / MANIFEST} cannot be understood: {error!r}") from None
     return manifest
+
+
+def manifest_or_command(folder: AnyPath) -> Manifest | None:
+    """Return the manifest as ``read_manifest`` does. The FormatError for an invalid one ends in the
+    command to go on.
+    """
+    try:
+        return read_manifest(folder)
+    except FormatError as error:
+        raise FormatError(
+            f"{error}; to continue without it: rm {shell_path(folder / MANIFEST)}"
+        ) from error
 
 
 def usable_manifest(folder: AnyPath) -> Manifest | None:

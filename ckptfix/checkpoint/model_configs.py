@@ -207,35 +207,14 @@ def library_of_names(path: AnyPath) -> str:
     return library if is_certain else ""
 
 
-_OF_AVERAGE = (
-    "decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma",
-    "power",
-)  # fmt: skip
-"""Keys that ``EMAModel.save_pretrained`` adds to the config of its model (diffusers 0.42)."""
-
-_OF_NO_KEYS = frozenset((*_OF_AVERAGE, "_name_or_path", "dtype", "torch_dtype"))
-"""Keys of a config on which no name of a tensor depends."""
-
-
-class ConfigOfModel(NamedTuple):
-    """A config as it determines the keys of a model. ``is_of_average``: ``EMAModel`` of diffusers
-    wrote it.
-    """
-
-    architecture: Mapping[str, Any]
-    is_of_average: bool
-
-
-def config_of_model(folder: AnyPath) -> ConfigOfModel | None:
-    """Return the config of the model of a library in a folder, None where it has none, or another
-    program wrote it.
+def is_of_average(folder: AnyPath) -> bool:
+    """Return whether ``EMAModel`` of diffusers wrote the config of a model, with its counters
+    (0.42).
     """
     with suppress(OSError, ValueError):
         config = _read_object(folder / CONFIG)
-        if versions_of(config):
-            kept = {key: value for key, value in config.items() if key not in _OF_NO_KEYS}
-            return ConfigOfModel(kept, "optimization_step" in config)
-    return None
+        return bool(versions_of(config)) and "optimization_step" in config
+    return False
 
 
 def is_pretrained(folder: AnyPath) -> bool:

@@ -17,8 +17,7 @@ from ckptfix.checkpoint.deepspeed_files import STEP, is_deepspeed_file
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.model_files import group_files
 from ckptfix.checkpoint.roles import Role
-from ckptfix.checkpoint.state_kinds import Content, StateProblem
-from ckptfix.checkpoint.weights_contents import is_weights_file
+from ckptfix.checkpoint.state_contents import Content, StateProblem, is_weights_file
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile

@@ -8,7 +8,6 @@ file exists. Without them it starts new ones and says nothing, so the resumed ru
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name, weights_names
@@ -23,14 +22,6 @@ from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of, first_few, human_size
 
 _MAX_STATE = 256 << 20
-_CONTROL = "TrainerControl"
-_FIELDS = """
-    epoch global_step max_steps logging_steps eval_steps save_steps train_batch_size num_train_epochs
-    num_input_tokens_seen total_flos log_history best_metric best_global_step best_model_checkpoint
-    is_local_process_zero is_world_process_zero is_hyper_param_search trial_name trial_params stateful_callbacks"""
-_KEYS = frozenset(_FIELDS.split())
-"""Fields of ``TrainerState`` in transformers 5.23, which older versions have in part."""
-
 _HEAD = 64 << 10
 _HISTORY = b'"log_history"'
 """The first long value of the file. The Trainer sorts the keys, so ``epoch`` and ``global_step``
@@ -75,7 +66,7 @@ def trainer_problem(checkpoint: AnyPath, *, complete: bool = True) -> str | None
         return f"{CONFIG}: {broken}"
     for file in hidden_from_trainer(checkpoint, names):
         if file.is_certain:
-            return f"no {file.wanted}: the Trainer does not look for {file.name!r}"
+            return f"no {file.wanted}: {file.known_by}"
     return None
 
 
@@ -164,8 +155,7 @@ class TrainerProgress(NamedTuple):
     in words.
 
     ``is_broken``: the Trainer's resume cannot read the file. ``is_wrong``: it reads the file, and
-    fails or resumes at another step for one of the values. ``unchecked``: the parts that were not
-    read, or not understood, in words.
+    fails or resumes at another step. ``unchecked``: the part that was not read, in words.
     """
 
     step: int | None = None
@@ -195,7 +185,6 @@ def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerP
     state, broken = _object_in(data, is_cut=is_cut)
     if broken:
         return TrainerProgress(problem=broken, is_broken=True, unchecked=unread)
-    unchecked = unread
     if state is None:
         head = data.partition(_HISTORY)[0].rstrip().removesuffix(b",") + b"}"
         try:
@@ -204,9 +193,7 @@ def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerP
             return TrainerProgress(
                 problem=f'no "global_step" in its first {human_size(limit)}', unchecked=unread
             )
-    elif doubt := _doubt_of(state):
-        unchecked = (*unread, doubt)
-    problem = _wrong_value(state, checkpoint_number(absolute(checkpoint).name, TRAINER))
+    problem = _wrong_step(state, checkpoint_number(absolute(checkpoint).name, TRAINER))
     step, epoch = state.get("global_step"), state.get("epoch")
     is_epoch = (
         isinstance(epoch, int | float) and not isinstance(epoch, bool) and 0 <= epoch < 1 << 53
@@ -216,7 +203,7 @@ def trainer_progress(checkpoint: AnyPath, *, complete: bool = False) -> TrainerP
         epoch=epoch if is_epoch else None,
         problem=problem,
         is_wrong=bool(problem),
-        unchecked=unchecked,
+        unchecked=unread,
     )
 
 
@@ -224,13 +211,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
-def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
-    """Return the value of a state for which the Trainer's resume fails or begins at another step,
-    "" for none.
+def _wrong_step(state: Mapping[str, Any], number: int | None) -> str:
+    """Return why the Trainer's resume fails or begins at another step, "" where it does not.
 
-    ``number``: the step in the name of the folder. Facts from transformers 5.23: ``Trainer.train``,
-    ``TrainerState.__post_init__``, and ``Trainer._save_checkpoint``, which looks up the state of
-    its control.
+    ``number``: the step in the name of the folder.
     """
     if "global_step" not in state:
         return 'no "global_step", so the Trainer starts again at step 0'
@@ -241,54 +225,6 @@ def _wrong_value(state: Mapping[str, Any], number: int | None) -> str:
         return (
             f'"global_step" is {step} (expected {number}, as in the name of the folder), so the '
             f"Trainer resumes from step {step}"
-        )
-    if not isinstance(state.get("log_history", []), list | NoneType):
-        return '"log_history" is not a list, so the Trainer fails at its next log'
-    for key in ("train_batch_size", "eval_steps"):
-        if isinstance(state.get(key), str | list | dict):
-            return f'"{key}" is not a number'
-    for key in ("logging_steps", "save_steps", "total_flos"):
-        if not isinstance(state.get(key, 0), int | float):
-            return f'"{key}" is not a number'
-    # Trainers with a loop of their own leave null, in a file next to their checkpoints or with
-    # fields of their own.
-    is_of_trainer = number is not None and step > 0 and state.keys() <= _KEYS
-    is_since_4_36 = not state.keys().isdisjoint(("train_batch_size", "stateful_callbacks"))
-    if is_of_trainer and is_since_4_36 and state.get("train_batch_size") is None:
-        return 'no "train_batch_size", so transformers 5 fails to resume'
-    callbacks = state.get("stateful_callbacks", {_CONTROL: {}})
-    if not isinstance(callbacks, dict | NoneType) and callbacks != []:
-        return '"stateful_callbacks" is not an object'
-    if not callbacks or _CONTROL not in callbacks:
-        return (
-            f'"stateful_callbacks" lacks "{_CONTROL}", so transformers 5 resumes but fails at its '
-            "next save"
-        )
-    return ""
-
-
-def _doubt_of(state: Mapping[str, Any]) -> str:
-    """Return in words what only some versions of transformers read."""
-    unknown = sorted(state.keys() - _KEYS)
-    if unknown:
-        return (
-            f"{TRAINER_STATE}: unknown field {unknown[0]!r:.80}; the Trainer of transformers 5.23 "
-            "refuses the file"
-        )
-    if state.get("logging_steps") == 0:
-        return (
-            f'the Trainer\'s next log: "logging_steps" is 0 in {TRAINER_STATE}, and a run that '
-            "logs by steps refuses this value"
-        )
-    if state.keys().isdisjoint(("stateful_callbacks", "train_batch_size")):
-        return (
-            f'the Trainer\'s resume: {TRAINER_STATE} has no "train_batch_size", like saves before '
-            "transformers 4.36; transformers 5 refuses it"
-        )
-    if "stateful_callbacks" not in state:
-        return (
-            f'the Trainer\'s next save: {TRAINER_STATE} has no "stateful_callbacks", like saves '
-            "before transformers 4.41; transformers 5 resumes but fails at that save"
         )
     return ""
 

@@ -34,7 +34,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "Verbs": {
         "check": "Find what is wrong with checkpoints.",
         "repair": "Repair checkpoints in place; every repair can be undone.",
-        "undo": "Undo the last repair of checkpoints, byte for byte.",
+        "undo": "Undo the last repair, or the seal after it, byte for byte.",
         "run": "Run a script with every Accelerator and Trainer guarded.",
         "verify": "Verify checksums, or test loading.",
         "diff": "Compare the weights and optimizers of two checkpoints.",

@@ -3,10 +3,9 @@
 import click
 
 from ckptfix.cli.report import put_page
+from ckptfix.cli.verb_options import ALL_OPTIONS
 from ckptfix.errors import UsageError
-from ckptfix.manual import TOPICS, closest, explanation, page, section, summary, titles
-
-_VERB = "ckptfix "
+from ckptfix.manual import TOPICS, closest, explanation, page, summary
 
 # Pages of 0.5.0, named in scripts and wikis.
 _MOVED = {"findings": "codes"}
@@ -14,12 +13,13 @@ _MOVED = {"findings": "codes"}
 
 @click.command("help")
 @click.argument("topic", required=False)
-def help_command(topic: str | None) -> int:
+@click.pass_context
+def help_command(ctx: click.Context, topic: str | None) -> int:
     """Print a page of the manual, or the list of pages.
 
     TOPIC: a page, or the name of a verb.
     """
-    put_page(_list_of_topics() if topic is None else _text_about(topic))
+    put_page(_list_of_topics() if topic is None else _text_about(topic, ctx))
     return 0
 
 
@@ -34,15 +34,18 @@ def _list_of_topics() -> str:
     )
 
 
-def _text_about(topic: str) -> str:
+def _text_about(topic: str, ctx: click.Context) -> str:
     topic = _MOVED.get(topic, topic)
     if topic in TOPICS:
         return page(topic)
-    text = section("commands", _VERB + topic)
-    if text is not None:
-        return text
+    above = ctx.find_root()
+    verbs = above.command
+    assert isinstance(verbs, click.Group)
+    if (verb := verbs.get_command(above, topic)) is not None:
+        with click.Context(verb, above, info_name=topic) as context:
+            context.meta[ALL_OPTIONS] = True
+            return verb.get_help(context) + "\n"
     if explanation(topic) is not None:
         raise UsageError(f"{topic} is a code, not a topic; next: ckptfix explain {topic}")
-    verbs = [title.removeprefix(_VERB) for title in titles("commands") if title.startswith(_VERB)]
-    hint = closest(topic, [*TOPICS, *verbs])
+    hint = closest(topic, [*TOPICS, *verbs.list_commands(above)])
     raise UsageError(f"the manual has no page {topic!r}{hint}; all topics: ckptfix help")

@@ -67,7 +67,7 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.option(
     "--max-duration",
     metavar="TIME",
-    help="Begin no file after this time, such as 6h; the next run continues from there.",
+    help="Start no new file after this time, such as 6h; the next run continues from there.",
 )
 @click.option(
     "--max-age", metavar="TIME",

@@ -29,7 +29,7 @@ from ckptfix.repairs.undo import UndoReceipt, undo
 def undo_command(
     paths: tuple[str, ...], force: bool, transfer: bool, break_lock: bool, report: Report
 ) -> int:
-    """Undo the last repair of checkpoints, byte for byte."""
+    """Undo the last repair, or the seal after it, byte for byte."""
 
     def work(path: str) -> UndoReceipt:
         with report.progress(f"undoing {path}") as progress:

@@ -21,7 +21,9 @@ _QUIET = "Print only failures; the exit status gives the result."
 
 
 _HELP = {"-h", "--help"}
-_ALL = "ckptfix: all options"
+ALL_OPTIONS = "ckptfix: all options"
+"""Key in the ``meta`` of a context whose help lists the rare options, too."""
+
 _RARE = ("--format", "--color", "--shard", "--partial", "--transfer", "--break-lock")
 """Options of several verbs that few people need."""
 
@@ -137,7 +139,7 @@ class Verb(click.Command):
         # Only in front: behind a script they are its own.
         if "--all" in args[:2] and not _HELP.isdisjoint(args[:2]):
             args = ["--help"]
-            ctx.meta[_ALL] = True
+            ctx.meta[ALL_OPTIONS] = True
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -150,7 +152,7 @@ class Verb(click.Command):
         common = [option for option in self.common if option not in rare]
         for title, listed in (
             ("Options", [*own[:-1], *common, *own[-1:]]),
-            ("More options", rare if _ALL in ctx.meta else []),
+            ("More options", rare if ALL_OPTIONS in ctx.meta else []),
         ):
             records = [option.get_help_record(ctx) for option in listed]
             if records:
@@ -160,7 +162,7 @@ class Verb(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, and how to see the rare options."""
         write_examples(formatter, self.examples)
-        if _ALL not in ctx.meta:
+        if ALL_OPTIONS not in ctx.meta:
             formatter.write_paragraph()
             formatter.write_text(f"More options: {ctx.command_path} --help --all")
 

@@ -273,12 +273,12 @@ def verify_command(
     Checks each DIR (default: the current folder), and compares every file and tensor with the
     digests that seal wrote, with a signature, or with a list that sha256sum wrote. A download from
     the Hugging Face Hub needs none of these: its files are compared with the digests that the Hub
-    client recorded.
+    client recorded. Nor does an upload: its commit marker has the digests.
 
-    With --device-map or one of its options, loads DIR onto a device map instead, and verifies what
-    arrives: bytes, names, values, transfers, outputs. Anything this machine cannot test is listed
-    as NOT exercised, never as proven. --model runs your code; code in the folder is never run. With
-    --data as well, both are done.
+    With --device-map or one of its options, loads DIR with that map instead, and checks bytes,
+    keys, values, transfers and outputs. Anything this machine cannot test is listed as NOT
+    exercised, never as proven. Your code in --model is run, code in the folder never. With --data
+    as well, both are done.
     """
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)

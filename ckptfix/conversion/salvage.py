@@ -26,10 +26,10 @@ from ckptfix.diagnosis.check import check, resume_problem
 from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.config_faults import MissingModel
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.duplicates import EntryGap
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, LostTag, MissingRank
-from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.output import check_output
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError

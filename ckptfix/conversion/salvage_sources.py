@@ -17,8 +17,7 @@ from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.roles import Role
-from ckptfix.checkpoint.state_contents import state_problem
-from ckptfix.checkpoint.state_kinds import Content
+from ckptfix.checkpoint.state_contents import Content, state_problem
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError
@@ -297,9 +296,13 @@ class TensorLocation(NamedTuple):
     end: int
 
 
+_LEAST = 64
+"""Bytes: fewer zeros at the end of a file may be a small bias that was never trained."""
+
+
 def zero_ends(path: AnyPath, places: Iterable[TensorLocation]) -> dict[str, int]:
     """Return key -> number of zero bytes at the end of a tensor: a page or more, or up to the end
-    of the file.
+    of the file, whose last page may be a short one.
 
     After a crash the last pages of a file are often zeros that were never written. Reads the last
     page of every tensor, and more of it while the bytes are zero. Raises OSError, FormatError.
@@ -307,7 +310,8 @@ def zero_ends(path: AnyPath, places: Iterable[TensorLocation]) -> dict[str, int]
     found = {}
     with open_reader(path) as reader:
         tail = _zeros_before(reader, 0, reader.size)
-        limit = reader.size - tail if tail >= PAGE else reader.size
+        last_page = max(_LEAST, reader.size % PAGE or PAGE)
+        limit = reader.size - tail if tail >= last_page else reader.size
         for name, begin, end in places:
             zeros = end - begin if begin >= limit else _zeros_before(reader, begin, end)
             if zeros >= PAGE or end > max(begin, limit):

@@ -14,7 +14,7 @@ from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.placeholders import files_with_placeholders
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import Evidence
-from ckptfix.checkpoint.state_kinds import StateProblem
+from ckptfix.checkpoint.state_contents import StateProblem
 from ckptfix.checkpoint.trainer_folders import TrainerProgress, trainer_progress
 from ckptfix.diagnosis.bundled_optimizers import Bundle, bundles_of
 from ckptfix.diagnosis.file_damage import (

@@ -24,10 +24,11 @@ from ckptfix.diagnosis.check_report import (
     GENERIC,
     CheckReport,
 )
-from ckptfix.diagnosis.completeness import judge_bare
+from ckptfix.diagnosis.completeness import OF_UPLOAD, judge_bare
 from ckptfix.diagnosis.diagnose import diagnose
 from ckptfix.diagnosis.file_damage import HEADERS, LeftRecord, Reading
 from ckptfix.diagnosis.findings.base import Finding, Resume, Severity
+from ckptfix.diagnosis.findings.config_faults import MissingModel
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
@@ -40,10 +41,9 @@ from ckptfix.diagnosis.findings.interrupted import (
     Salvaged,
     StagingFolder,
 )
-from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.hook_models import HookModel, diagnose_hook_models
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
-from ckptfix.diagnosis.next_to_it import missing_here
+from ckptfix.diagnosis.siblings import missing_here
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target, nested_checkpoint
 from ckptfix.diagnosis.understood import READ_BY_UNDERSTAND, understand
 from ckptfix.diagnosis.unfinished_copies import half_downloaded, unmarked
@@ -209,6 +209,8 @@ def _checked(
     beside_the_point += ("whether optimizer",) if below and folder.is_save_state else ()
     omitted = [words for words in case.not_checked if not words.startswith(beside_the_point)]
     omitted += (words for words in around if isinstance(words, str))
+    # Of many topics only the first few are printed.
+    omitted.sort(key=lambda words: not words.startswith(OF_UPLOAD))
     load: tuple[LoadOutcome, ...] = ()
     of_headers = tuple(case.findings)
     if loaders is not None:

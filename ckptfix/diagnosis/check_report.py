@@ -15,6 +15,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, sa
 from ckptfix.diagnosis.findings.interrupted import LeftoverSave, StagingFolder
 from ckptfix.diagnosis.left_out import OF_ONE_SAVE
 from ckptfix.diagnosis.loads.outcome import LoadOutcome
+from ckptfix.diagnosis.trainer_completeness import OTHER_FIELDS
 from ckptfix.diagnosis.understood import Understood
 from ckptfix.diagnosis.wrong_states import OF_KEYS
 from ckptfix.reports import Serialized, items
@@ -32,7 +33,14 @@ from ckptfix.wording import (
     unchecked_lines,
 )
 
-GENERIC = ("values of tensors", "checksums of ", "local headers of ", OF_ONE_SAVE, OF_KEYS)
+GENERIC = (
+    "values of tensors",
+    "checksums of ",
+    "local headers of ",
+    OF_ONE_SAVE,
+    OF_KEYS,
+    OTHER_FIELDS,
+)
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
 _DAMAGED, _WARNED, UNFINISHED, _BARE, _STAGING, _NOT_RESUMABLE, DIFFERENT, CLEAN = VERDICTS = (

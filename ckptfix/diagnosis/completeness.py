@@ -14,6 +14,7 @@ from ckptfix.checkpoint.filenames import (
     STEMS_OF_LIBRARIES,
     parse_file_name,
     random_states_name,
+    under_name_of_trainer,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.folder_names import (
@@ -22,14 +23,21 @@ from ckptfix.checkpoint.folder_names import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.hidden_files import HiddenFile, Loader, hidden_configs, hidden_files
-from ckptfix.checkpoint.latest import gone_since_upload, holds_weights, is_bare, judge, numbered
+from ckptfix.checkpoint.latest import (
+    gone_since_upload,
+    holds_weights,
+    is_bare,
+    judge,
+    numbered,
+    replaced_since_upload,
+)
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
     has_stale_sizes,
+    manifest_or_command,
     not_as_saved,
     read_losses,
-    read_manifest,
     unexplained,
 )
 from ckptfix.checkpoint.model_configs import (
@@ -45,6 +53,7 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Unreadable
+from ckptfix.diagnosis.findings.config_faults import MissingModel
 from ckptfix.diagnosis.findings.damaged import FOLDER, NotATensorFile
 from ckptfix.diagnosis.findings.incomplete import (
     ConfiglessModel,
@@ -57,23 +66,22 @@ from ckptfix.diagnosis.findings.incomplete import (
     UnreadTag,
 )
 from ckptfix.diagnosis.findings.interrupted import InterruptedSave, LeftoverSave, Salvaged
-from ckptfix.diagnosis.findings.weight_faults import MissingModel
-from ckptfix.diagnosis.siblings import under_name_of_trainer
 from ckptfix.diagnosis.target import holds_checkpoint, save_inside
 from ckptfix.diagnosis.trainer_completeness import incomplete_of_trainer
 from ckptfix.diagnosis.unfinished_copies import interrupted
-from ckptfix.diagnosis.unread_shards import unchecked_shards
 from ckptfix.diagnosis.unresumable import (
     keys_lost_by_migration,
     only_empty_tensors,
     only_for_fsdp,
     paths_of_states,
+    unchecked_shards,
     unresumable,
 )
 from ckptfix.errors import FormatError
 from ckptfix.storage.files import AnyPath, absolute, is_listed, lexists, names_in, walk
-from ckptfix.storage.paths import MANIFEST, command, unreadable
+from ckptfix.storage.paths import COMMITTED, MANIFEST, command, unreadable
 from ckptfix.tensors.opening import is_checkpoint
+from ckptfix.wording import list_names
 
 
 def incomplete(
@@ -130,6 +138,7 @@ def incomplete(
                 missing=(lost,),
                 known_by=f"{name} shows that the run had an optimizer",
                 of_trainer=of_trainer,
+                misnamed=next((file.candidate for file in hidden if file.wanted == lost), ""),
             )
     if (
         not ranks
@@ -162,6 +171,9 @@ def _partitions(states: Iterable[DeepSpeedState]) -> dict[int, str]:
         and (state.ranks is None or name.rank < state.ranks)
     }
 
+
+OF_UPLOAD = f"digests in {COMMITTED}"
+"""Beginning of the sentence about objects that changed since their upload."""
 
 SAVE_TIME = 30 * 60
 """Seconds in which a save writes its first weights: ``ddp_timeout`` of the Trainer, and
@@ -273,10 +285,11 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
     """Compare a folder with the files that its save wrote."""
     folder = case.folder
     try:
-        manifest = read_manifest(folder.root)
+        manifest = manifest_or_command(folder.root)
         missing = list(_missing(folder, manifest, case.damaged))
         yield from missing
         yield from _unchecked(folder, manifest)
+        yield from _replaced(folder, manifest)
         is_saved = manifest is not None and manifest.is_of_a_save
         losses = read_losses(folder.root) if not case.is_file and not is_saved else None
     except FormatError as error:
@@ -307,15 +320,23 @@ def diagnose_save(case: Case) -> Iterator[Finding | str | Unreadable]:
         has_deepspeed = bool(case.deepspeed) or any(
             parse_deepspeed_folder_name(finding.path.name) for finding in unread
         )
-        hidden = tuple(hidden_files(folder, case.neighbours))
+        hidden = tuple(hidden_files(folder))
         findings += incomplete(
             folder, case.sharded, case.deepspeed, manifest, hidden, has_deepspeed=has_deepspeed
         )
         findings += _misnamed(folder, hidden)
         findings += only_for_fsdp(folder)
-        yield from (f"{file.content}: {file.known_by}" for file in hidden if not file.is_certain)
+        reported = {str(finding.path) for finding in findings}
+        yield from (
+            f"{file.content}: {file.known_by}"
+            for file in hidden
+            if not (file.is_certain or file.wanted in reported)
+        )
         if not (missing or losses or findings):
-            yield from unresumable(folder, has_deepspeed=has_deepspeed)
+            has_optimizer = has_deepspeed or any(
+                file.content == Role.OPTIMIZER.value for file in hidden
+            )
+            yield from unresumable(folder, has_optimizer=has_optimizer)
     yield from only_empty_tensors(folder)
     yield from keys_lost_by_migration(folder)
     yield from findings
@@ -335,7 +356,7 @@ def _misnamed(folder: CheckpointFolder, hidden: Iterable[HiddenFile]) -> Iterato
             missing=(file.wanted,),
             known_by=file.known_by,
             of_trainer=file.loader is Loader.TRAINER,
-            misnamed=file.name,
+            misnamed=file.candidate,
         )
 
 
@@ -376,6 +397,17 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
         yield "whether all files of the save exist: a repair has changed some of them"
     if manifest.digests or any(entry.digests for entry in manifest.models):
         yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
+
+
+def _replaced(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[str]:
+    replaced = replaced_since_upload(folder.root, manifest)
+    names = [name for name in replaced if folder.only in (None, name)]
+    if names:
+        changed = "its size or ETag" if len(names) == 1 else "their size or ETag"
+        yield (
+            f"{OF_UPLOAD} of {list_names(names)}: {changed} changed since the upload; "
+            f"next: {command('verify', folder.root, folder.only or '')}"
+        )
 
 
 def _modelless(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from ckptfix.checkpoint.manifest import (
     Manifest,
     ManifestEntry,
     key_fingerprint,
-    read_manifest,
+    manifest_or_command,
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
@@ -28,7 +28,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.files import AnyPath, absolute, stat_of
-from ckptfix.storage.paths import MANIFEST, list_folder, shell_path
+from ckptfix.storage.paths import list_folder
 from ckptfix.tensors.hashing import WHOLE, Scheme
 from ckptfix.tensors.opening import model_folders, open_checkpoint
 from ckptfix.tensors.single_files import file_weights
@@ -261,11 +261,9 @@ def readable_manifest(root: AnyPath) -> Manifest | None:
     invalid one.
     """
     try:
-        return read_manifest(root)
+        return manifest_or_command(root)
     except FormatError as error:
-        raise OperationError(
-            f"{error}; to continue without it: rm {shell_path(root / MANIFEST)}"
-        ) from error
+        raise OperationError(str(error)) from error
 
 
 class Recorded:
@@ -357,7 +355,7 @@ class Recorded:
         """Return whether a file that is not recorded is a difference, and the words for it."""
         if name.startswith(f"{OF_THE_CLIENT}/"):
             return False, "is a file of the Hugging Face Hub client, which no loader reads"
-        return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
+        return self.is_sealed or changes_a_load(name), f"is not in {self.source}"
 
     def special(self, name: str, why: str) -> tuple[bool, str]:
         """Return whether what is not a file, and not recorded, is a difference, and the words for
@@ -398,7 +396,7 @@ def sealed_entry(
     )
 
 
-def _changes_a_load(name: str) -> bool:
+def changes_a_load(name: str) -> bool:
     """Return whether a file that no save listed is read by ``load_state``.
 
     Other processes add their random states and run states late.

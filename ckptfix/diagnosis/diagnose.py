@@ -12,13 +12,7 @@ from ckptfix.checkpoint.load_inputs import (
 from ckptfix.checkpoint.trainer_folders import trainer_progress
 from ckptfix.diagnosis.case import DAMAGED_CONTENT, DAMAGED_HEADERS, Case, Rule
 from ckptfix.diagnosis.completeness import diagnose_save
-from ckptfix.diagnosis.dataloaders import unjudged_loaders, unjudged_scalers
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items
-from ckptfix.diagnosis.empty_optimizers import (
-    diagnose_empty_bundles,
-    diagnose_empty_optimizers,
-    diagnose_uncounted_steps,
-)
 from ckptfix.diagnosis.equal_entries import (
     diagnose_gaps,
     diagnose_models,
@@ -35,15 +29,22 @@ from ckptfix.diagnosis.left_out import (
     unchecked_dcp,
     unchecked_files,
     unchecked_folders,
+    unchecked_loaders,
+    unchecked_objects,
     unchecked_of_save,
     unchecked_pipeline,
+    unchecked_scalers,
     unknown_files,
     unread_bytes,
     unreadable_files,
 )
 from ckptfix.diagnosis.loads import JUDGED, diagnose_loads
 from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
-from ckptfix.diagnosis.optimizer_values import diagnose_optimizer_values, trained_steps
+from ckptfix.diagnosis.optimizer_values import (
+    diagnose_empty_optimizers,
+    diagnose_optimizer_values,
+    trained_steps,
+)
 from ckptfix.diagnosis.rank_damage import (
     diagnose_parts,
     diagnose_rank_files,
@@ -51,17 +52,16 @@ from ckptfix.diagnosis.rank_damage import (
     unchecked_parts,
 )
 from ckptfix.diagnosis.schedules import (
-    diagnose_empty_schedulers,
     diagnose_other_schedules,
     diagnose_progress,
     diagnose_schedules,
+    unread_schedules,
 )
 from ckptfix.diagnosis.trainer_completeness import broken_trainer_state
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.diagnosis.wrong_states import (
     diagnose_dead_scalers,
     diagnose_keys,
-    diagnose_lora,
     diagnose_lost_steps,
     diagnose_meta_tensors,
     diagnose_placeholders,
@@ -69,7 +69,6 @@ from ckptfix.diagnosis.wrong_states import (
     diagnose_wrong_folders,
     diagnose_wrong_states,
     unchecked_weights,
-    unread_states,
     unread_weights,
 )
 from ckptfix.storage.reading import unchanged
@@ -103,7 +102,7 @@ def judged_optimizers(case: Case) -> Iterator[Finding | str]:
 
 
 def judged_bundles(case: Case) -> Iterator[Finding]:
-    """Compare the optimizers in files of scripts with the weights next to them."""
+    """Judge the optimizers in files of scripts, each alone."""
     for bundle in case.bundles:
         yield from bundle.findings
 
@@ -164,7 +163,6 @@ OF_CONTENTS: tuple[Rule, ...] = (
     diagnose_renamed,
     diagnose_meta_tensors,
     diagnose_keys,
-    diagnose_lora,
 )
 """Rules about what a file holds, by its name and by the files next to it."""
 
@@ -174,14 +172,11 @@ OF_DCP: tuple[Rule, ...] = (diagnose_dcp_folders, diagnose_items, diagnose_wrong
 OF_STATES: tuple[Rule, ...] = (
     judged_optimizers,
     judged_bundles,
-    diagnose_empty_bundles,
     diagnose_optimizer_values,
     diagnose_schedules,
+    diagnose_other_schedules,
     diagnose_progress,
     diagnose_empty_optimizers,
-    diagnose_uncounted_steps,
-    diagnose_empty_schedulers,
-    diagnose_other_schedules,
     # After the optimizers: they are compared with intact weights, and both families of a model are.
     diagnose_families,
     broken_trainer_state,
@@ -200,10 +195,11 @@ LEFT_OUT: tuple[Rule, ...] = (
     unchecked_of_save,
     unknown_files,
     unchecked_bundles,
-    unjudged_loaders,
-    unjudged_scalers,
+    unchecked_objects,
+    unchecked_loaders,
+    unchecked_scalers,
+    unread_schedules,
     unread_weights,
-    unread_states,
     unchecked_weights,
     unchecked_pipeline,
 )

@@ -12,16 +12,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.deepspeed_files import (
-    DeepSpeedFiles,
     MissingRankError,
     OtherKindError,
     deepspeed_folders,
     deepspeed_paths,
     is_deepspeed_file,
-    is_read_by_engine,
-    list_files,
-    order_of_zero_to_fp32,
-    stray_states,
     universal_paths,
 )
 from ckptfix.checkpoint.folder import (
@@ -33,7 +28,6 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
-from ckptfix.checkpoint.rank_names import DeepSpeedPart
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -50,20 +44,19 @@ from ckptfix.diagnosis.findings.damaged import (
     UncheckedFile,
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
-from ckptfix.diagnosis.findings.sharded import CountedStates, RefusedStates, StrayStates, UsedStates
 from ckptfix.diagnosis.pickle_loaders import diagnose_pickle
 from ckptfix.errors import CkptfixError, FormatError, OperationError
 from ckptfix.formats.safetensors_file import COPIED_AS_TEXT, SafetensorsFile, has_converted_lines
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage.executor import THREADS, Executor, each
-from ckptfix.storage.files import AnyPath, stat_of
+from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.universal import ensure_states
-from ckptfix.tensors.zero_partitions import partition_count, read_model_states
-from ckptfix.wording import Brief
+from ckptfix.tensors.zero_partitions import partition_count
+from ckptfix.wording import Brief, list_names
 
 _UNKNOWN_TO_TORCH = ("F6_E2M3", "F6_E3M2")
 """Dtypes of safetensors that its reader for torch refuses (``get_tensor`` of safetensors 0.8)."""
@@ -433,8 +426,8 @@ def _whole(
     try:
         weights = deepspeed_weights(root, where, index)
         ensure_states(root, where, weights)
-        strays = _stray_states(root, where)
-        return replace(state, tensors=len(weights.named()), findings=(*state.findings, *strays))
+        unread = (*state.unread, *_of_no_rank(root, where))
+        return replace(state, tensors=len(weights.named()), unread=unread)
     except OtherKindError as error:
         words = f"{where}/ (a DeepSpeed folder), all ranks together: {_told(error, root, where)[1]}"
         return replace(state, unread=(*state.unread, words))
@@ -460,46 +453,18 @@ def _whole(
     return replace(state, findings=(*state.findings, finding))
 
 
-def _stray_states(root: AnyPath, where: PurePosixPath) -> Iterator[StrayStates]:
-    """Yield the files that ``zero_to_fp32`` reads with those of the ranks (DeepSpeed 0.9 to
-    0.19).
+def _of_no_rank(root: AnyPath, where: PurePosixPath) -> Iterator[str]:
+    """Yield in words the files of no rank, such as a copy, that ``zero_to_fp32`` reads for their
+    ending (DeepSpeed 0.9 to 0.19).
     """
-    files = list_files(root / where)
-    for part, name in stray_states(files):
-        path = where / name
-        if part is DeepSpeedPart.OPTIMIZER:
-            effect = "zero_to_fp32 counts it as an extra rank, and refuses the folder"
-            yield RefusedStates(path=path, effect=effect)
-        elif is_read_by_engine(name):
-            effect = "load_state counts it as a tensor-parallel part of the model, and fails"
-            yield CountedStates(path=path, effect=effect)
-        else:
-            yield _stray_model(
-                root, path, sorted(files.models.values(), key=order_of_zero_to_fp32), files
-            )
-
-
-def _stray_model(
-    root: AnyPath, path: PurePosixPath, models: Sequence[str], files: DeepSpeedFiles
-) -> StrayStates:
-    try:
-        read_model_states(root / path)
-    except (OperationError, OSError):
-        return RefusedStates(
-            path=path, effect="zero_to_fp32 reads it too, and fails because it has no model states"
-        )
-    place = order_of_zero_to_fp32(path.name)
-    is_last = place > order_of_zero_to_fp32(models[-1])
-    if files.by_rank and not is_last and read_model_states(files.folder / models[0]).frozen:
-        return RefusedStates(
-            path=path, effect="zero_to_fp32 mixes its frozen parameters with those of the ranks"
-        )
-    if place < order_of_zero_to_fp32(models[0]):
-        return UsedStates(
-            path=path,
-            effect=f"zero_to_fp32 takes buffers and shapes from it instead of from {models[0]}",
-        )
-    return StrayStates(path=path, effect="zero_to_fp32 reads it too, but uses nothing from it")
+    others = [
+        name
+        for name in sorted(names_in(root / where))
+        if name.endswith("_states.pt") and not is_deepspeed_file(name)
+    ]
+    # Those of the folder itself are listed among the files next to it.
+    if others and where.parts:
+        yield f"{where}/: {list_names(others)}, of no rank; zero_to_fp32 reads every *_states.pt"
 
 
 def _told(error: OperationError, root: AnyPath, where: PurePosixPath) -> tuple[PurePosixPath, str]:

@@ -38,7 +38,6 @@ from ckptfix.diagnosis.findings.sharded import (
 )
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.storage.files import AnyPath, names_in
-from ckptfix.storage.reading import open_reader
 from ckptfix.wording import series
 
 
@@ -227,43 +226,9 @@ def _missing(
         renamed=tuple(
             RenamedShard(files[name], name, len(keys[name])) for name in gone if name in files
         ),
-        packed=tuple(
-            packed
-            for name in gone
-            if name not in files and (packed := _packed(folder, name, existing)) is not None
-        ),
         complete=tuple(f"{of.shards[0].path} to {of.shards[-1].path}" for of in complete),
         is_none_left=set(group.missing) >= set(group.listed.values()),
     )
-
-
-_PACKED = {
-    ".gz": ("gunzip", b"\x1f\x8b"),
-    ".xz": ("unxz", b"\xfd7zXZ\x00"),
-    ".bz2": ("bunzip2", b"BZh"),
-    ".zst": ("unzstd --rm", b"\x28\xb5\x2f\xfd"),
-}
-"""Ending of a compressed file -> the program that brings the file back, and how such files begin.
-"""
-
-
-def _packed(
-    folder: CheckpointFolder, name: str, existing: Collection[PurePosixPath]
-) -> tuple[PurePosixPath, str] | None:
-    """Return the first compressed file of a missing shard with the program that unpacks it, None
-    without one.
-    """
-    for ending, (program, magic) in _PACKED.items():
-        path = PurePosixPath(name + ending)
-        if path in existing and _begins(folder.root / path, magic):
-            return path, program
-    return None
-
-
-def _begins(path: AnyPath, magic: bytes) -> bool:
-    with suppress(OSError), open_reader(path) as reader:
-        return reader.read(0, min(len(magic), reader.size)) == magic
-    return False
 
 
 def _files_below(folder: CheckpointFolder) -> Mapping[PurePosixPath, frozenset[str]]:

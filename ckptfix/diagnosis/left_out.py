@@ -15,6 +15,12 @@ from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_configs import PIPELINE
 from ckptfix.checkpoint.neighbours import parts_of
 from ckptfix.checkpoint.roles import Role
+from ckptfix.checkpoint.state_contents import (
+    content_of,
+    holds_no_tensor,
+    is_of_torchdata,
+    state_problem,
+)
 from ckptfix.diagnosis import bundled_optimizers
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Unreadable
@@ -126,8 +132,7 @@ def unread_bytes(case: Case) -> Iterator[str]:
     out.
     """
     folder = case.folder
-    of_zeros = ("untrained-adapter", "missing-moments")
-    of_pairs = [finding for finding in case.findings if finding.code not in of_zeros]
+    of_pairs = [finding for finding in case.findings if finding.code != "untrained-adapter"]
     sampled = sum(1 for finding in of_pairs if getattr(finding, "sampled", False))
     if sampled:
         pairs = count_of(sampled, "pair")
@@ -141,7 +146,10 @@ def unread_bytes(case: Case) -> Iterator[str]:
             "other files of the folder (duplicates, missing files, moments that fit no weights); "
             f"{compares}"
         )
-    yield "values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them"
+    yield (
+        "values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them, but not "
+        "other values in states (counters, random states)"
+    )
     if not case.is_file and any(one.role is Role.MODEL for one in folder.components):
         # Names that ``check`` passes: it prints what a config says, and compares none of it.
         for path in folder.strays:
@@ -237,6 +245,52 @@ def unknown_files(case: Case) -> Iterator[str]:
 def unchecked_bundles(case: Case) -> Iterator[str]:
     """Yield what the optimizers in files of scripts are not judged by."""
     return bundled_optimizers.unchecked_bundles(case.bundles)
+
+
+def unchecked_objects(case: Case) -> Iterator[str]:
+    """Yield that only the script knows what its custom objects hold."""
+    if any(component.role is Role.CUSTOM for component in case.folder.components):
+        yield "contents of custom objects; only the script can read them"
+
+
+def unchecked_loaders(case: Case) -> Iterator[str]:
+    """Yield in words the states that only a data loader of the script can read.
+
+    A loader of torchdata refuses a state of another number of workers, which no other file shows
+    (torchdata 0.11).
+    """
+    has_torchdata = False
+    for component in case.folder.components:
+        content = component.content
+        if component.role is not Role.DATALOADER or not isinstance(content, TorchFile):
+            continue
+        if is_of_torchdata(content.tree.root):
+            has_torchdata = True
+        elif content_of(content) is None and state_problem(component.name, content) is None:
+            yield (
+                f"{component.path}: not a state of torchdata's StatefulDataLoader; a load of it "
+                "fails at its first batch"
+            )
+    if has_torchdata:
+        yield (
+            "number of workers of each data loader; the first batch fails in a loader with "
+            "another number than its state"
+        )
+
+
+def unchecked_scalers(case: Case) -> Iterator[str]:
+    """Yield in words the states of gradient scalers that were off: one that is on refuses them
+    (``GradScaler.load_state_dict``, torch 2.13).
+    """
+    for component in case.folder.components:
+        content = component.content
+        if component.role is not Role.GRAD_SCALER or not isinstance(content, TorchFile):
+            continue
+        if holds_no_tensor(content):
+            yield (
+                f"{component.path}: empty, like the state of a disabled gradient scaler; "
+                "load_state fails in a run that enables the scaler"
+            )
 
 
 def unchecked_pipeline(case: Case) -> Iterator[str]:

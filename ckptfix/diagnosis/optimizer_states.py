@@ -27,21 +27,20 @@ from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.run_states import parameter_names
 from ckptfix.checkpoint.second_prepare import BUFFERS
-from ckptfix.checkpoint.weights_contents import may_hide_weights
+from ckptfix.checkpoint.state_contents import may_hide_weights
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import (
     MismatchedMoments,
     OptimizerFinding,
-    RoundedWeights,
     UnsavedFrozen,
     UnsavedParameters,
 )
-from ckptfix.diagnosis.optimizer_contradictions import contradictions, without_reduced
-from ckptfix.diagnosis.saved_optimizers import INTEGERS, SavedOptimizer, Shape, bare
+from ckptfix.diagnosis.optimizer_kinds import MOMENTS, lacking_parts
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, bare
 from ckptfix.formats.dcp_metadata import model_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.tensors.parameter_names import SHAPED
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import count_of
 
 _WEIGHTS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN, Role.CUSTOM)
 """Roles of files that may hold weights: a script can register any module as a custom object."""
@@ -67,17 +66,10 @@ _OF_TRAINER = "optimizer.pt"
 
 
 class ModelTensor(NamedTuple):
-    """A tensor of a model. ``dtype``: "" where it is not known."""
+    """A tensor of a model."""
 
-    path: PurePosixPath
     key: str
-    dtype: str
     shape: Shape
-
-    @property
-    def is_integer(self) -> bool:
-        """Return whether it has numbers that no optimizer can train."""
-        return self.dtype.startswith(INTEGERS)
 
 
 class Weights(Struct, frozen=True, kw_only=True):
@@ -88,8 +80,7 @@ class Weights(Struct, frozen=True, kw_only=True):
     ``tensors``: their number. ``is_of_trainer``: in a folder of the Trainer. ``are_converted``:
     parameters may have other shapes, with as many elements. ``are_adapter``: those of PEFT, without
     the frozen model, which an optimizer may list. ``empty``: the first file of a model without a
-    tensor, "" where each has some. ``models``: the tensors of each model, in each format.
-    ``ranks``: of the matrices in diffusers' files of LoRA.
+    tensor, "" where each has some. ``ranks``: of the matrices in diffusers' files of LoRA.
     """
 
     shapes: Mapping[str, set[Shape]]
@@ -101,7 +92,6 @@ class Weights(Struct, frozen=True, kw_only=True):
     are_converted: bool = False
     are_adapter: bool = False
     empty: str = ""
-    models: Sequence[Sequence[ModelTensor]] = ()
     ranks: frozenset[int] = frozenset()
 
     def why_not_compared(self, saved: SavedOptimizer) -> str:
@@ -172,19 +162,10 @@ def diagnose_optimizers(
                 f"{'a LoRA matrix' if len(strange) == 1 else 'LoRA matrices'}; some scripts save "
                 "such weights, for example embeddings, elsewhere"
             )
-        if not findings and not _counts_on(optimizer):
-            # FSDP's rekey_optim_state_dict leaves such numbers, too.
-            yield (
-                f"whether the param groups of {optimizer.path} are in the right order: torch "
-                "numbers parameters upward from group to group, but these numbers go down; a load "
-                "matches by position, so a wrong order gives moments to the wrong parameters"
-            )
-        why = weights.why_not_compared(without_reduced(optimizer)) if not findings else ""
+        why = weights.why_not_compared(_without_reduced(optimizer)) if not findings else ""
         if why and weights.tensors and not damaged:
             name = optimizer.path if optimizer.path.parts else "the optimizer in this folder"
             yield f"whether {name} fits the weights: {why}"
-    if is_healthy:
-        yield from _of_other_models(folder, optimizers)
     parameters = sum(len(set(optimizer.parameters)) for optimizer in optimizers)
     if weights.empty and 0 < weights.tensors < parameters and weights.is_complete and is_healthy:
         # Two optimizers of one model look the same, next to a loss without parameters.
@@ -195,49 +176,36 @@ def diagnose_optimizers(
         )
 
 
-def _counts_on(saved: SavedOptimizer) -> bool:
-    """Return whether the numbers of parameters go up from group to group."""
-    highest = -1
-    for group in () if saved.is_named or not saved.values else saved.groups:
-        numbers = [int(name) for name in group]
-        if min(numbers, default=highest) < highest:
-            return False
-        highest = max(highest, *numbers) if numbers else highest
-    return True
+def _without_reduced(saved: SavedOptimizer) -> SavedOptimizer:
+    """Return an optimizer without the shapes of moments that its class keeps smaller than its
+    parameters.
 
-
-def _of_other_models(
-    folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]
-) -> Iterator[str]:
-    """Yield in words the optimizers whose moments have the shapes of another model than that of
-    their number.
-
-    Two exchanged models look so, and ``load_state`` fails. So does a healthy save of a script that
-    prepares its optimizers in another order.
+    Adam-mini is a subclass of AdamW with a second moment for each row. Damage does not reduce every
+    parameter alike.
     """
-    if not folder.is_save_state:
-        return
-    models: dict[int, tuple[str, Counter[Shape]]] = {}
-    for component in folder.components:
-        if component.role is Role.MODEL and component.name.load_order is not None:
-            first = str(component.path), Counter[Shape]()
-            _, shapes = models.setdefault(component.name.index, first)
-            shapes.update(tensor.shape for tensor in component.tensors)
-    for saved in optimizers:
-        if saved.key or saved.index not in models:
-            continue
-        trained: Counter[Shape] = Counter()
-        for states in saved.states.values():
-            moments = [shape for state, shape in states.items() if state in SHAPED and shape]
-            if moments:
-                trained[max(moments, key=prod)] += 1
-        path, shapes = models[saved.index]
-        fitting = [model for model, held in models.values() if trained <= held]
-        if trained and fitting and not trained <= shapes:
-            yield (
-                f"whether {saved.path} belongs to {path}: its moments have the shapes of "
-                f"{list_names(fitting)}, as if the script prepared its optimizers in another order"
+    forms: dict[str, list[bool]] = {}
+    for states in saved.states.values():
+        moments = {
+            state: shape
+            for state, shape in states.items()
+            if state in MOMENTS and shape is not None
+        }
+        full = max(moments.values(), key=prod, default=())
+        for state, shape in moments.items() if len(full) > 1 else ():
+            is_reduced = len(shape) <= len(full) and all(
+                size in (1, whole) for size, whole in zip(shape, full, strict=False)
             )
+            forms.setdefault(state, []).append(is_reduced and shape != full)
+    reduced = {
+        state for state, are_reduced in forms.items() if len(are_reduced) > 1 and all(are_reduced)
+    }
+    if not reduced:
+        return saved
+    kept = {
+        name: {state: None if state in reduced else shape for state, shape in states.items()}
+        for name, states in saved.states.items()
+    }
+    return replace(saved, states=kept)
 
 
 def judge(
@@ -246,18 +214,13 @@ def judge(
     """Yield what is wrong with an optimizer in itself, and against the weights. ``names``:
     parameter -> key.
     """
-    saved = without_reduced(saved)
-    findings = [
-        *contradictions(saved),
-        *_of_shapes(saved, weights, names),
-        *_rounded_weights(saved, weights, names),
-    ]
+    saved = _without_reduced(saved)
+    findings = [*lacking_parts(saved), *_of_shapes(saved, weights, names)]
     # Moments that are known to be wrong would be reported again, as those of parameters without
     # weights.
     if saved.is_named or not any(isinstance(finding, MismatchedMoments) for finding in findings):
         findings += _of_weights(saved, weights)
-    for finding in findings:
-        yield replace(finding, key=saved.key) if saved.key else finding
+    yield from findings
 
 
 def weights_of(
@@ -301,10 +264,6 @@ def weights_of(
         every=frozenset(shape for of_name in shapes.values() for shape in of_name),
         tensors=len(in_folders)
         + sum(max(map(len, formats.values())) for formats in families.values()),
-        models=[
-            in_folders,
-            *(in_format for formats in families.values() for in_format in formats.values()),
-        ],
         is_of_trainer=is_of_trainer,
         are_converted=is_of_library and any(map(_is_converted, own)),
         ranks=frozenset(
@@ -402,12 +361,12 @@ def _of_model(state: DcpFolder) -> Iterator[ModelTensor]:
     tensors = {tensor.fqn: tensor for tensor in state.tensors}
     for fqn, name in (found.names if found is not None else {}).items():
         if fqn in tensors:
-            yield ModelTensor(state.path, name, tensors[fqn].dtype or "", tensors[fqn].shape)
+            yield ModelTensor(name, tensors[fqn].shape)
 
 
 def _of_file(component: Component) -> Iterator[ModelTensor]:
     for tensor in component.tensors:
-        yield ModelTensor(component.path, tensor.fqn, tensor.dtype, tensor.shape)
+        yield ModelTensor(tensor.fqn, tensor.shape)
 
 
 def _is_as_trained(component: Component) -> bool:
@@ -492,51 +451,6 @@ def _of_shapes(
         yield MismatchedMoments(
             path=one.path, parameters=tuple(wrong), shape=shape, expected=expected_shape
         )
-
-
-def _rounded_weights(
-    saved: SavedOptimizer, weights: Weights, names: Mapping[str, str]
-) -> Iterator[RoundedWeights]:
-    """Yield the weights of whole numbers of which an optimizer has moments: no optimizer trains
-    such a parameter.
-
-    Frozen weights of bitsandbytes have no moments. Without keys shapes decide: those of one model
-    that can have all these moments, or else of all models. A single number may be a bare parameter
-    next to a counter of BatchNorm.
-    """
-    every = [tensor for model in weights.models for tensor in model]
-    if not saved.is_plain or not any(tensor.is_integer for tensor in every):
-        return
-    shapes_of = saved.shapes
-    trained = {bare(names[name]) for name, shapes in shapes_of.items() if shapes and name in names}
-    if trained & weights.shapes.keys():
-        trained -= {bare(tensor.key) for tensor in every if not tensor.is_integer}
-        rounded = [tensor for tensor in every if bare(tensor.key) in trained]
-    else:
-        rounded = []
-        moments = Counter(
-            shape for shapes in shapes_of.values() for shape in shapes if prod(shape) != 1
-        )
-        fitting = [model for model in weights.models if not moments - _shapes(model)]
-        if not fitting and not moments - _shapes(every):
-            fitting = [every]
-        lost = [moments - _shapes(model, is_integer=False) for model in fitting]
-        if fitting and all(lost) and weights.is_complete and not weights.are_converted:
-            rounded = [
-                tensor for tensor in fitting[0] if tensor.is_integer and tensor.shape in lost[0]
-            ]
-    if rounded:
-        yield RoundedWeights(
-            path=rounded[0].path,
-            optimizer=str(saved.path),
-            parameters=tuple(tensor.key for tensor in rounded),
-            dtype=rounded[0].dtype,
-        )
-
-
-def _shapes(tensors: Iterable[ModelTensor], *, is_integer: bool | None = None) -> Counter[Shape]:
-    """Count the shapes of tensors, of all or of either kind."""
-    return Counter(tensor.shape for tensor in tensors if is_integer in (None, tensor.is_integer))
 
 
 def _kept_elsewhere(saved: SavedOptimizer, weights: Weights) -> frozenset[str]:

@@ -1,33 +1,47 @@
-"""Values in optimizers that their headers do not show: counts of steps in a low precision, and
-moments of zeros alone.
+"""Steps that optimizers made, by the values in them and by the files next to them: counts in a low
+precision, and optimizers without a single moment in runs that made steps.
 
 Measured with torch 2.13: ``load_state_dict`` keeps the dtype of ``step``, unless a param group is
 ``fused`` or ``capturable``. In bf16 256 + 1 is 256 again, and in fp16 2048 + 1 is 2048. Where a DCP
 folder is loaded, the step is copied into that of the new optimizer, which has fp32.
+
+All optimizers but SGD without momentum make states in their first step, and never drop them. A save
+before the first step has none, as has one after steps that fp16 skipped. The Trainer moves its
+scheduler with each step that is not skipped. A script may move a scheduler by itself, so that this
+is a sign and no proof. An earlier checkpoint with moments shows that the optimizer made steps,
+unless the script began another one since then.
 """
 
 import struct
-import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
+from pathlib import PurePosixPath
 from typing import Any
 
+from ckptfix.checkpoint.dcp import scan_dcp_folders
+from ckptfix.checkpoint.filenames import TRAINER_STATE
+from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
+from ckptfix.checkpoint.neighbours import Neighbours
+from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.inconsistent import (
-    OptimizerFinding,
+    EmptyOptimizer,
+    LostMoments,
     RoundedSteps,
     RoundedStepsSoFar,
-    ZeroMoments,
 )
-from ckptfix.diagnosis.optimizer_kinds import SCALARS, STATES, kind_of
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape
+from ckptfix.diagnosis.optimizer_kinds import SCALARS, kind_of
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.pickle_tree import child, is_dict_like
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Strided, Tiled
-from ckptfix.wording import human_size
+from ckptfix.wording import count_of
 
 _STEP = "step"
 
@@ -38,41 +52,12 @@ _FORMATS = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I
 """Dtype of a step -> its form for ``struct``. The two bytes of bf16 are the upper ones of fp32."""
 
 _MOST = 1 << 53
-"""A larger number is not a step."""
-
-_BLOCK = 1 << 16
+"""A larger number is not a step, and Python refuses to print the largest that a pickle can hold."""
 
 _STEPS_READ = 16
 """Steps that are read of an optimizer: those of all parameters are nearly equal, and each is a
 request to a store.
 """
-
-_FIRST_STEPS = 10
-"""Steps after which moments may be zero: the first gradients of a new layer can be."""
-
-_ENOUGH = 8
-"""Parameters of which samples of all moments are zero by no accident. Textual inversion trains one
-or two embeddings, in which only the rows of the words of its prompts have moments.
-"""
-
-
-def diagnose_optimizer_values(case: Case) -> Iterator[OptimizerFinding | str]:
-    """Find counts of steps that do not count on, and optimizers that made steps and have moments of
-    zeros alone; with ``data`` moments are read as a whole.
-    """
-    root = case.folder.root
-    with OpenFiles() as files:
-        for saved in case.every_optimizer:
-            if saved.path in case.unreliable:
-                continue
-            values = _Values(root, files, saved)
-            # Headers say where the bytes are: a folder that is written now may not have them any
-            # more.
-            with suppress(CkptfixError, OSError):
-                yield from _rounded_steps(saved, values)
-            with suppress(CkptfixError, OSError):
-                yield from _judge_zeros(saved, values, data=case.data)
-
 
 _BEGINNING = 64
 """Bytes of a moment: less than any sample of its weight."""
@@ -86,6 +71,67 @@ _RATES = ("lr", "initial_lr", "max_lr")
 """Options with a learning rate: now, at the beginning, and the highest one of a cycle."""
 
 
+def diagnose_optimizer_values(case: Case) -> Iterator[RoundedSteps]:
+    """Find counts of steps that do not count on."""
+    root = case.folder.root
+    with OpenFiles() as files:
+        for saved in case.every_optimizer:
+            if saved.path in case.unreliable:
+                continue
+            values = _Values(root, files, saved)
+            # Headers say where the bytes are: a folder that is written now may not have them any
+            # more.
+            with suppress(CkptfixError, OSError):
+                yield from _rounded_steps(saved, values)
+
+
+def _rounded_steps(saved: SavedOptimizer, values: "_Values") -> Iterator[RoundedSteps]:
+    """Yield the finding about steps in a dtype that does not count on."""
+    dtypes = {
+        name: states[_STEP].dtype for name, states in saved.tensors.items() if _STEP in states
+    }
+    rounded = [name for name, dtype in dtypes.items() if dtype in _LAST_COUNTS]
+    if not rounded:
+        return
+    dtype = dtypes[rounded[0]]
+    steps, last = values.steps(), _LAST_COUNTS[dtype]
+    is_read = not saved.values or any(map(_reads_step, saved.values))
+    # The metadata of a DCP folder has no values of options.
+    becomes_fp32 = not saved.values or all(
+        options.get("fused") is True or options.get("capturable") is True
+        for options in saved.values
+    )
+    if becomes_fp32:
+        effect = "a load converts it to fp32 and continues from the rounded number"
+    elif not is_read:
+        effect = "its updates do not depend on it"
+    elif steps < last:
+        effect = f"a load keeps the dtype, and the count will stop at {last}"
+    else:
+        effect = (
+            "a load keeps the dtype, so adding 1 changes nothing and the bias correction stays "
+            "constant"
+        )
+    is_stuck = is_read and not becomes_fp32 and steps >= last
+    yield (RoundedSteps if is_stuck else RoundedStepsSoFar)(
+        path=saved.path,
+        key=saved.key,
+        parameters=len(rounded),
+        dtype=dtype,
+        steps=int(steps),
+        last=last,
+        effect=effect,
+    )
+
+
+def _reads_step(options: Mapping[str, object]) -> bool:
+    """Return whether the updates of a class with these options depend on the step. Rprop only counts
+    it; an unknown class may read it.
+    """
+    kind = kind_of(options)
+    return kind.reads_step if kind is not None else "etas" not in options
+
+
 def steps_of(root: AnyPath, saved: SavedOptimizer) -> int:
     """Return the steps that an optimizer made, 0 where it does not count them or they cannot be
     read.
@@ -93,21 +139,6 @@ def steps_of(root: AnyPath, saved: SavedOptimizer) -> int:
     with OpenFiles() as files, suppress(CkptfixError, OSError):
         return int(_Values(root, files, saved).steps())
     return 0
-
-
-def made_no_step(root: AnyPath, saved: SavedOptimizer) -> bool:
-    """Return whether an optimizer counts its steps, and made none. Reads one step of a healthy
-    one.
-    """
-    tensors = [states[_STEP] for states in saved.tensors.values() if _STEP in states]
-    if not tensors:
-        return saved.step == 0
-    with OpenFiles() as files, suppress(CkptfixError, OSError):
-        values = _Values(root, files, saved)
-        return all(
-            not any(b"".join(values.blocks(tensor, 8))) for tensor in _spread(tensors, _STEPS_READ)
-        )
-    return False
 
 
 def has_moved(
@@ -122,9 +153,7 @@ def has_moved(
             before = earlier.tensors.get(name, {}).get(state)
             if before is None or state in SCALARS:
                 continue
-            if b"".join(now.blocks(tensor, _BEGINNING)) != b"".join(
-                then.blocks(before, _BEGINNING)
-            ):
+            if now.beginning(tensor, _BEGINNING) != then.beginning(before, _BEGINNING):
                 return True
     return False
 
@@ -137,9 +166,7 @@ def moved_shapes(root: AnyPath, saved: SavedOptimizer) -> Iterator[Shape]:
         values = _Values(root, files, saved)
         for states in _spread(list(saved.tensors.values()), SAMPLED // SAMPLE):
             moments = [tensor for state, tensor in states.items() if state not in SCALARS]
-            if any(
-                block.strip(b"\0") for one in moments for block in values.blocks(one, _BEGINNING)
-            ):
+            if any(any(values.beginning(moment, _BEGINNING)) for moment in moments):
                 yield max((moment.shape for moment in moments), key=len)
 
 
@@ -180,7 +207,7 @@ class _Values:
         return max((self._saved.step or 0, *map(self._number, _spread(tensors, _STEPS_READ))))
 
     def _number(self, tensor: Any) -> float:
-        data = b"".join(self.blocks(tensor, 8))
+        data = self.beginning(tensor, 8)
         if tensor.dtype == "BF16":
             data = b"\0\0" + data
         if len(data) != struct.calcsize(_FORMATS[tensor.dtype]):
@@ -188,24 +215,19 @@ class _Values:
         number: float = struct.unpack(_FORMATS[tensor.dtype], data)[0]
         return number if 0 <= number < _MOST else 0
 
-    def size(self, tensor: Any) -> int:
-        """Return the number of bytes of a state."""
-        return sum(piece.length for piece in self.pieces(tensor))
+    def beginning(self, tensor: Any, most: int) -> bytes:
+        """Return the first bytes of a state, at most so many."""
+        data = b""
+        for path, offset, length in self._pieces(tensor):
+            block = bytearray(min(length, most - len(data)))
+            if block:
+                self._files.fill(memoryview(block), path, offset)
+                data += block
+            if len(data) == most:
+                break
+        return data
 
-    def blocks(self, tensor: Any, most: int = sys.maxsize, start: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of a state, ``most`` of them from ``start``."""
-        for path, offset, length in self.pieces(tensor):
-            skipped = min(start, length)
-            start -= skipped
-            for begin in range(skipped, length, _BLOCK):
-                block = bytearray(min(length - begin, _BLOCK, most))
-                self._files.fill(memoryview(block), path, offset + begin)
-                yield bytes(block)
-                most -= len(block)
-                if not most:
-                    return
-
-    def pieces(self, tensor: Any) -> Sequence[Piece]:
+    def _pieces(self, tensor: Any) -> Sequence[Piece]:
         """Return the pieces of files with the bytes of a state; of one that is not contiguous its
         storage.
         """
@@ -226,91 +248,102 @@ def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
     return items[:: -(-len(items) // most) or 1]
 
 
-def _rounded_steps(saved: SavedOptimizer, values: _Values) -> Iterator[OptimizerFinding]:
-    """Yield the finding about steps in a dtype that does not count on."""
-    dtypes = {
-        name: states[_STEP].dtype for name, states in saved.tensors.items() if _STEP in states
+def diagnose_empty_optimizers(case: Case) -> Iterator[EmptyOptimizer]:
+    """Yield the optimizers without states that made steps by the files next to them.
+
+    The options of a DCP folder have no values there, so that only an earlier checkpoint shows that
+    its optimizer keeps states.
+    """
+    if case.is_file:
+        return
+    optimizers, damaged, step = case.optimizers, case.damaged, case.step
+    counts = Counter(saved.path for saved in optimizers)
+    in_dcp = {state.path for state in case.sharded}
+    empty = {
+        saved.path: saved
+        for saved in optimizers
+        if saved.path not in damaged
+        and counts[saved.path] == 1
+        and (saved.path in in_dcp or _keeps_states(saved))
+        and not _has_states(saved)
     }
-    rounded = [name for name, dtype in dtypes.items() if dtype in _LAST_COUNTS]
-    if not rounded:
+    if not empty:
         return
-    dtype = dtypes[rounded[0]]
-    steps, last = values.steps(), _LAST_COUNTS[dtype]
-    present = STATES.intersection(state for states in saved.states.values() for state in states)
-    kinds = [kind_of(options, present) for options in saved.values]
-    is_read = not kinds or any(kind is None or _STEP in kind.single for kind in kinds)
-    # The metadata of a DCP folder has no values of options.
-    becomes_fp32 = not saved.values or all(
-        options.get("fused") is True or options.get("capturable") is True
-        for options in saved.values
-    )
-    if becomes_fp32:
-        effect = "a load converts it to fp32 and continues from the rounded number"
-    elif not is_read:
-        effect = "its updates do not depend on it"
-    elif steps < last:
-        effect = f"a load keeps the dtype, and the count will stop at {last}"
-    else:
-        effect = (
-            "a load keeps the dtype, so adding 1 changes nothing and the bias correction stays "
-            "constant"
-        )
-    is_stuck = is_read and not becomes_fp32 and steps >= last
-    yield (RoundedSteps if is_stuck else RoundedStepsSoFar)(
-        path=saved.path,
-        key=saved.key,
-        parameters=len(rounded),
-        dtype=dtype,
-        steps=int(steps),
-        last=last,
-        effect=effect,
+    earlier = _with_states(empty, case.neighbours)
+    moves = _moves(case.folder)
+    for path, saved in empty.items():
+        kind, evidence, parameters = EmptyOptimizer, "", len(set(saved.parameters))
+        if path in earlier:
+            name, trained = earlier[path]
+            kind, evidence = LostMoments, f"the earlier {name} has them"
+            parameters = parameters or len(trained.states)
+        elif path in in_dcp:
+            continue
+        elif step and moves:
+            kind, evidence = LostMoments, f"{TRAINER_STATE} is at step {step}"
+        elif step:
+            evidence = f"{TRAINER_STATE} is at step {step}"
+        elif moves and len(optimizers) == 1:
+            evidence = f"its scheduler took {count_of(moves, 'step')}"
+        if evidence:
+            yield kind(
+                path=path,
+                names=(),
+                parameters=parameters,
+                evidence=evidence,
+                is_in_dcp=path in in_dcp,
+            )
+
+
+def _keeps_states(saved: SavedOptimizer) -> bool:
+    """Return whether all param groups are of one of torch's optimizers that needs states after its
+    first step.
+    """
+    kinds = [kind_of(options) for options in saved.values]
+    return bool(saved.parameters) and all(
+        kind is not None and kind.has_exact(options) and bool(kind.needed_with(options))
+        for kind, options in zip(kinds, saved.values, strict=True)
     )
 
 
-def _judge_zeros(
-    saved: SavedOptimizer, values: _Values, *, data: bool
-) -> Iterator[ZeroMoments | str]:
-    """Judge an optimizer whose moments are all zero. Reads one moment of a healthy one."""
-    moments = [
-        tensor
-        for states in saved.tensors.values()
-        for state, tensor in states.items()
-        if state not in SCALARS and 0 not in tensor.shape
-    ]
-    read = moments if data else _spread(moments, SAMPLED // SAMPLE)
-    for tensor in read:
-        if any(
-            block.strip(b"\0") for block in values.blocks(tensor, sys.maxsize if data else SAMPLE)
-        ):
-            return
-    # Another value than a tensor may be a moment of a class that is not known here.
-    are_known = all(
-        state in SCALARS or state in saved.tensors.get(name, ())
-        for name, states in saved.states.items()
-        for state in states
-    )
-    steps = int(values.steps()) if moments and are_known else 0
-    if steps <= _FIRST_STEPS:
-        return
-    long = [(tensor, size) for tensor in read if (size := values.size(tensor)) > SAMPLE]
-    # The first rows of embeddings are often of words that no text uses: their middle and their end
-    # are read, too.
-    for tensor, size in () if data else long:
-        for start in ((size - SAMPLE) // 2, size - SAMPLE):
-            if any(block.strip(b"\0") for block in values.blocks(tensor, SAMPLE, start)):
-                return
-    is_sampled = not data and (bool(long) or len(read) < len(moments))
-    if is_sampled and len(saved.tensors) < _ENOUGH:
-        yield (
-            f"{saved.path}: whether all its moments are zero, like the samples of "
-            f"{human_size(SAMPLE)}; ckptfix check --data reads the rest"
-        )
-        return
-    yield ZeroMoments(
-        path=saved.path,
-        key=saved.key,
-        names=(),
-        parameters=len(saved.tensors),
-        steps=steps,
-        sampled=is_sampled,
-    )
+def _has_states(saved: SavedOptimizer) -> bool:
+    """Return whether a parameter has a state, or the optimizer keeps states in a form of its own."""
+    return saved.has_strangers or any(saved.states.values())
+
+
+def _with_states(
+    empty: Mapping[PurePosixPath, SavedOptimizer], neighbours: Neighbours
+) -> dict[PurePosixPath, tuple[str, SavedOptimizer]]:
+    """Return the earlier checkpoints in which the optimizers of these paths have states, by their
+    names.
+    """
+    having: dict[PurePosixPath, tuple[str, SavedOptimizer]] = {}
+    for neighbour in neighbours.spread():
+        if not neighbour.is_earlier:
+            continue
+        # A run may delete it now.
+        with suppress(CkptfixError, OSError), neighbour.opened() as root:
+            there = neighbour.scan(Role.OPTIMIZER, root=root)
+            for saved in saved_optimizers(there, scan_dcp_folders(there)):
+                own = empty.get(saved.path)
+                is_same = (
+                    own is not None and saved.options == own.options and _sets(saved) == _sets(own)
+                )
+                if is_same and any(saved.states.values()):
+                    having.setdefault(saved.path, (neighbour.name, saved))
+    return having
+
+
+def _sets(saved: SavedOptimizer) -> list[frozenset[str]]:
+    """Return the parameters of each param group. DCP has no order of them in flattened keys."""
+    return [frozenset(group) for group in saved.groups]
+
+
+def _moves(folder: CheckpointFolder) -> int:
+    """Return how often the only scheduler of a folder was moved, 0 where that is not known."""
+    schedulers = [one for one in folder.components if one.role is Role.SCHEDULER]
+    if len(schedulers) != 1 or not isinstance(schedulers[0].content, TorchFile):
+        return 0
+    state = schedulers[0].content.tree.root
+    moves = child(state, "last_epoch") if is_dict_like(state) else None
+    return moves if type(moves) is int and 0 < moves < _MOST else 0

@@ -105,11 +105,6 @@ _OF_TRAINER: Mapping[Role, _Loader] = {
     Role.TRAINING_ARGUMENTS: _Loader(objects=_Objects.EVERY, has_note=True),
 }
 
-CUSTOM_CLASSES_ALLOWED = tuple(
-    role for role, loader in _OF_ACCELERATE.items() if loader.objects is not _Objects.LISTED
-)
-"""Roles whose intact files may hold custom classes."""
-
 
 def _loader_of(component: Component, *, is_plain_model: bool) -> _Loader:
     name = component.path.name

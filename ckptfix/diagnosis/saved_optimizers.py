@@ -4,7 +4,6 @@ folders.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,25 +13,16 @@ from ckptfix.checkpoint.dcp import FLATTENED, DcpFolder, optimizers_in
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import WRAPPERS
 from ckptfix.checkpoint.roles import Role
-from ckptfix.diagnosis.optimizer_kinds import (
-    COMMON_OPTIONS,
-    MOMENTS,
-    PAIRS,
-    SCALARS,
-    SEVERAL,
-)
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import DcpMetadata, DcpTensor, flattened_parts
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_pickle import is_optimizer
 from ckptfix.formats.torch_tensors import (
-    SPARSE,
     PickledStorage,
     PickledTensor,
     is_tensor,
-    kind_of_tensor,
     read_tensor,
     storages,
 )
@@ -45,9 +35,21 @@ from ckptfix.wording import Brief
 
 Shape = tuple[int, ...]
 
+COMMON_OPTIONS = frozenset((
+    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "eps", "weight_decay", "amsgrad",
+    "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
+    "momentum", "dampening", "nesterov", "base_momentum", "max_momentum", "alpha", "centered",
+    "lr_decay", "initial_accumulator_value", "rho", "momentum_decay", "lambd", "t0", "etas",
+    "step_sizes", "params", "param_names",
+))  # fmt: skip
+"""Hyperparameters of torch's optimizers whose moments have the shape of their parameter, and of its
+schedulers.
+
+A param group with others belongs to an optimizer that may keep other shapes: Adafactor, GaLore,
+Shampoo, 8 bit.
+"""
+
 _STATE, _GROUPS = "state", "param_groups"
-INTEGERS = ("I", "U", "BOOL")
-"""Beginnings of the dtypes that torch's optimizers never train, and never have moments of."""
 _LAST_STEP = 1 << 53
 """A larger number in a pickle is not a step, and Python refuses to print one of more than 4300
 digits.
@@ -62,15 +64,11 @@ class SavedOptimizer(Brief, Struct, frozen=True, kw_only=True):
     of the groups. ``states``: parameter -> state -> shape, None for another value than a plain
     tensor. ``step``: the last one, None where it is kept in tensors, as torch does since 1.12.
     ``is_named``: by keys. ``index``: its position. ``values``: the numbers and flags of each group,
-    None for unusable options, ``SEVERAL`` for lists and the like, "" for others; empty for a DCP
-    folder. ``names``: number -> key, where torch recorded it. ``unusable``: (parameter, state) of
-    moments that are not tensors and of steps that are not numbers, (parameter, "") where its states
-    are not a dict. ``integers``: parameter -> a moment of it that is not of floating point numbers,
-    and its dtype. ``sparse``: (parameter, state) of moments that are sparse tensors. ``strangers``:
-    keys of states in an optimizer that numbers its parameters, or numbers in one that names them.
-    ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns where
-    the bytes of one are, with paths from the checkpoint; raises OperationError where they cannot be
-    read.
+    "" for others; empty for a DCP folder. ``names``: number -> key, where torch recorded it.
+    ``has_strangers``: it numbers its parameters and keeps states under keys, or the other way
+    round. ``tensors``: parameter -> state -> tensor, of those that are tensors. ``layout``: returns
+    where the bytes of one are, with paths from the checkpoint; raises OperationError where they
+    cannot be read.
     """
 
     path: PurePosixPath
@@ -82,10 +80,7 @@ class SavedOptimizer(Brief, Struct, frozen=True, kw_only=True):
     step: int | None = None
     values: tuple[Mapping[str, object], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-    unusable: frozenset[tuple[str, str]] = frozenset()
-    integers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    strangers: tuple[str, ...] = ()
-    sparse: frozenset[tuple[str, str]] = frozenset()
+    has_strangers: bool = False
     key: str = ""
     tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layout: Callable[[AnyPath, Any], Layout] | None = None
@@ -168,14 +163,10 @@ class _Reading:
         self._steps: list[int] = []
         self._names: dict[str, str] = {}
         self._states: dict[str, dict[str, Shape | None]] = {}
-        self._unusable: set[tuple[str, str]] = set()
-        self._integers: dict[str, tuple[str, str]] = {}
-        self._strangers: list[str] = []
-        self._sparse: set[tuple[str, str]] = set()
+        self._has_strangers = False
         self._is_named = False
         for group in items_of(child(node, _GROUPS)):
             self._read_group(group)
-        self._members = frozenset(name for group in self._groups for name in group)
         for key, state in pairs(child(node, _STATE)):
             name = _name(key)
             if name is not None:
@@ -194,10 +185,7 @@ class _Reading:
             step=max(self._steps, default=None),
             values=tuple(self._values),
             names=self._names,
-            unusable=frozenset(self._unusable),
-            integers=self._integers,
-            strangers=tuple(self._strangers),
-            sparse=frozenset(self._sparse),
+            has_strangers=self._has_strangers,
             tensors=self._tensors,
             layout=lambda root, tensor: torch_layout(root / component.path, self._file, tensor),
         )
@@ -211,7 +199,7 @@ class _Reading:
         members = items_of(child(group, "params"))
         labels = items_of(child(group, "param_names"))
         values = {
-            key.value: _option(key, value, self._known)
+            key.value: "" if isinstance(value, Node | tuple) else value
             for key, value in pairs(group)
             if type(key) is Text
         }
@@ -230,85 +218,27 @@ class _Reading:
 
     def _read_state(self, key: Any, name: str, state: Any) -> None:
         if not is_dict_like(state):
-            if type(key) is int and (
-                type(state) is not Node or is_tensor(state) or state.kind is Kind.LIST
-            ):
-                self._unusable.add((name, ""))
             return
         entries = {
-            word.value: (value, _tensor(word, value, self._known))
+            word.value: _tensor(word, value, self._known)
             for word, value in pairs(state)
             if type(word) is Text and value is not None
         }
         self._take(len(entries))
         if self._groups and (type(key) is Text) is not self._is_named:
             # A load leaves the state of an unknown key aside. Other libraries keep values of their
-            # own there, but not under the number of a parameter: LBFGS keeps all of its states
-            # under 0.
-            has_moments = any(
-                word in MOMENTS and tensor is not None for word, (_, tensor) in entries.items()
-            )
-            if has_moments or (entries and name in self._members):
-                self._strangers.append(name)
+            # own there.
+            self._has_strangers |= bool(entries)
             return
         step = child(state, "step")
         if type(step) is int and 0 <= step <= _LAST_STEP:
             self._steps.append(step)
         self._states[name] = {
-            word: None if tensor is None else tensor.shape for word, (_, tensor) in entries.items()
+            word: None if tensor is None else tensor.shape for word, tensor in entries.items()
         }
         self._tensors[name] = {
-            word: tensor for word, (_, tensor) in entries.items() if tensor is not None
+            word: tensor for word, tensor in entries.items() if tensor is not None
         }
-        self._unusable.update(
-            (name, word) for word, (value, _) in entries.items() if _is_unusable(word, value)
-        )
-        for word, (value, tensor) in entries.items():
-            if word in MOMENTS and is_tensor(value) and kind_of_tensor(value) == SPARSE:
-                self._sparse.add((name, word))
-            if word == "step" and tensor is not None and tensor.dtype == "BOOL":
-                self._unusable.add((name, word))
-            if word in MOMENTS and tensor is not None and tensor.dtype.startswith(INTEGERS):
-                self._integers[name] = word, tensor.dtype
-
-
-def _is_unusable(state: str, value: object) -> bool:
-    """Return whether a moment is not a tensor, a step neither a tensor nor a number, or another
-    number a text.
-    """
-    if type(value) is Text and state in SCALARS:
-        return True
-    is_container = type(value) in (tuple, Text) or (
-        type(value) is Node and value.kind in (Kind.LIST, Kind.DICT, Kind.SET)
-    )
-    return (
-        is_container
-        if state == "step"
-        else state in MOMENTS and (is_container or type(value) is not Node)
-    )
-
-
-def _option(key: Text, value: Any, known: Mapping[str, Any]) -> object:
-    """Return the value of an option as ``SavedOptimizer.values`` has it, None where the step of any
-    optimizer fails.
-    """
-    if type(value) is Text:
-        return None
-    if key.value in PAIRS:
-        # Subclasses may have three. Adam divides by 1 - beta.
-        rates = items_of(value)
-        is_usable = len(rates) >= 2 and Text not in map(type, rates)
-        is_usable &= key.value != "betas" or not any(
-            isinstance(rate, float | int) and not 0 <= rate < 1 for rate in rates
-        )
-        return "" if is_usable else None
-    if not isinstance(value, Node | tuple):
-        return value
-    tensor = _tensor(key, value, known)
-    is_list = isinstance(value, tuple) or value.kind is Kind.LIST or is_dict_like(value)
-    if not is_list and (tensor is None or prod(tensor.shape) == 1):
-        return ""
-    return None if key.value == "lr" else SEVERAL
 
 
 def _name(value: Any) -> str | None:

@@ -21,7 +21,7 @@ from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.neighbours import (
     Neighbour,
     Neighbours,
@@ -31,22 +31,16 @@ from ckptfix.checkpoint.neighbours import (
 )
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.second_prepare import KEYS_OF_EVERY_SCHEDULE
-from ckptfix.checkpoint.state_kinds import Content
 from ckptfix.checkpoint.trainer_folders import trainer_progress
-from ckptfix.checkpoint.weights_contents import holds_no_tensor
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.inconsistent import MismatchedRates, UnusableRates
 from ckptfix.diagnosis.findings.misplaced import (
     ChangedEntry,
-    EmptyState,
     MisplacedEntry,
     MixedCounts,
     MixedRates,
     MixedSteps,
-    OtherBeginning,
-    PerhapsOtherBeginning,
-    UnknownState,
 )
 from ckptfix.diagnosis.optimizer_values import steps_of
 from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
@@ -104,44 +98,17 @@ def diagnose_schedules(case: Case) -> Iterator[Finding]:
             rates = list(_read_in_each_step(scheduler.content.tree.root))
         except FormatError:
             continue
-        wrong = [base for base in rates if base.rates not in groups.values()]
-        if wrong and not (
-            wrong[0].may_be_unread
-            and _has_neighbour_with(wrong[0], scheduler.path, case.neighbours)
-        ):
+        wrong = [count for count in rates if count not in groups.values()]
+        if wrong:
             partner = next(
                 (one for one in files if one.name.index == scheduler.name.index), files[0]
             )
             yield MismatchedRates(
                 path=scheduler.path,
-                rates=wrong[0].rates,
+                rates=wrong[0],
                 optimizer=str(partner.path),
                 param_groups=len(read[partner.path].groups),
             )
-
-
-class _BaseRates(NamedTuple):
-    """The number of base rates that the next step of a scheduler takes for all param groups.
-
-    ``may_be_unread``: of a MultiplicativeLR, whose file looks like that of a LambdaLR. It steps
-    without base rates. With the state of another run it has a last rate for each group, and still
-    the base rates of that run.
-    """
-
-    rates: int
-    may_be_unread: bool
-
-
-def _has_neighbour_with(base: _BaseRates, path: PurePosixPath, neighbours: Neighbours) -> bool:
-    """Return whether a checkpoint next to this one has these base rates: then the run went on with
-    them.
-    """
-    for _, there in scanned(neighbours.spread(), Role.SCHEDULER):
-        file = _states_of_schedulers(there).get(path)
-        with suppress(FormatError):
-            if file is not None and base in _read_in_each_step(file.tree.root):
-                return True
-    return False
 
 
 def _moved_by(state: Any) -> Iterator[Any]:
@@ -168,14 +135,18 @@ def _moved_by(state: Any) -> Iterator[Any]:
         yield state
 
 
-def _read_in_each_step(state: Any) -> Iterator[_BaseRates]:
-    """Yield the base rates that the next steps of a scheduler take."""
+def _read_in_each_step(state: Any) -> Iterator[int]:
+    """Yield the numbers of base rates that the next steps of a scheduler take for all param groups.
+
+    A MultiplicativeLR steps without base rates, and its file looks like that of a LambdaLR. With
+    the state of another run it has a last rate for each group, and still the base rates of that
+    run.
+    """
     for part in _moved_by(state):
         saved, last = child(part, "base_lrs"), items_of(child(part, "_last_lr"))
         rates = items_of(saved)
-        if saved is not None:
-            is_of_function = _BY_FUNCTION in text_keys(part)
-            yield _BaseRates(len(rates), may_be_unread=is_of_function and len(rates) != len(last))
+        if saved is not None and (_BY_FUNCTION not in text_keys(part) or len(rates) == len(last)):
+            yield len(rates)
 
 
 def _has_unusable_rates(state: Any) -> bool:
@@ -195,95 +166,6 @@ def _has_unusable_rates(state: Any) -> bool:
     return False
 
 
-_EMPTY = (
-    "SequentialLR, ChainedScheduler, CyclicLR, LambdaLR and the schedules of transformers cannot "
-    "load it, and others start over without an error"
-)
-
-
-def diagnose_empty_schedulers(case: Case) -> Iterator[UnknownState]:
-    """Yield the schedulers whose state is an empty dict, unless the script seems to save that.
-
-    Every scheduler of torch has a state, and a class of a script may have none: then it has none in
-    the checkpoints next to this one, either.
-    """
-    if case.is_file:
-        return
-    schedulers = _states_of_schedulers(case.folder)
-    empty = [path for path, file in schedulers.items() if holds_no_tensor(file)]
-    if not empty:
-        return
-    near = [
-        _states_of_schedulers(there)
-        for _, there in scanned(case.neighbours.spread(), Role.SCHEDULER)
-    ]
-    for path in empty:
-        are_empty = [holds_no_tensor(files[path]) for files in near if path in files]
-        if any(are_empty):
-            continue
-        yield (UnknownState if are_empty else EmptyState)(
-            path=path, holds="an empty dict", expected=Content.SCHEDULER.value, effect=_EMPTY
-        )
-
-
-def diagnose_other_schedules(case: Case) -> Iterator[MisplacedEntry]:
-    """Yield the schedulers that are of another class than in all checkpoints next to this one,
-    which agree.
-
-    Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no
-    more is read.
-    """
-    if case.is_file:
-        return
-    own = {
-        path: keys
-        for path, file in _states_of_schedulers(case.folder).items()
-        if path not in case.damaged and (keys := text_keys(file.tree.root))
-    }
-    near: list[tuple[bool, Mapping[PurePosixPath, TorchFile]]] = []
-    for neighbour, there in scanned(case.neighbours.nearest(), Role.SCHEDULER) if own else ():
-        files = _states_of_schedulers(there)
-        own = {
-            path: keys
-            for path, keys in own.items()
-            if path not in files or text_keys(files[path].tree.root) != keys
-        }
-        if not own:
-            return
-        near.append((neighbour.is_earlier, files))
-    for path, keys in own.items():
-        known = [
-            (is_earlier, text_keys(files[path].tree.root))
-            for is_earlier, files in near
-            if path in files
-        ]
-        expected = {keys_there for _, keys_there in known}
-        if len(known) > 1 and len(expected) == 1:
-            is_between = are_on_both_sides(is_earlier for is_earlier, _ in known)
-            (keys_there,) = expected
-            yield (MisplacedEntry if is_between else ChangedEntry)(
-                path=path,
-                holds=f"a schedule with {_told(keys - keys_there, keys_there - keys)}",
-                expected=(
-                    f"{_told(keys_there - keys, keys - keys_there)}, as in {next_to_it(len(known))}"
-                ),
-                effect="load_state fails, or the run continues with another schedule",
-            )
-
-
-def _told(own: frozenset[str], others: frozenset[str]) -> str:
-    """Return in words the keys that tell a schedule from another."""
-    return list_names(sorted(own)) if own else f"no {list_names(sorted(others))}"
-
-
-def _states_of_schedulers(folder: CheckpointFolder) -> Mapping[PurePosixPath, TorchFile]:
-    return {
-        component.path: component.content
-        for component in folder.components
-        if component.role is Role.SCHEDULER and isinstance(component.content, TorchFile)
-    }
-
-
 class _Progress(NamedTuple):
     """The progress that the files of a folder record: by position, and that of the Trainer's
     scheduler.
@@ -291,8 +173,7 @@ class _Progress(NamedTuple):
     ``rates``: of the param groups of optimizers. ``held``: all of these, so that each of 1,000
     schedulers need not look at 1,000 optimizers. ``last``: rates that schedulers gave last.
     ``given``: all of these, where each optimizer has a scheduler, else none. ``moves``: of the
-    scheduler, None for one whose moves are not the Trainer's steps. ``initial`` and ``base``: the
-    rates at the beginning of the run, as optimizers and schedulers record them.
+    scheduler, None for one whose moves are not the Trainer's steps.
     """
 
     rates: Mapping[int, tuple[float, ...]]
@@ -300,15 +181,6 @@ class _Progress(NamedTuple):
     last: Mapping[int, tuple[float, ...]]
     given: Collection[tuple[float, ...]]
     moves: int | None
-    initial: Mapping[int, tuple[float, ...]]
-    base: Mapping[int, tuple[float, ...]]
-
-    def began_apart(self, index: int) -> bool | None:
-        """Return whether a scheduler began with other rates than any optimizer, None where that is
-        not known.
-        """
-        initial, base = self.initial.get(index), self.base.get(index)
-        return base not in self.initial.values() if initial and base else None
 
     def disagrees(self, index: int) -> bool | None:
         """Return whether a scheduler gave its optimizer other rates, None where that is not known.
@@ -349,33 +221,25 @@ def diagnose_progress(case: Case) -> Iterator[Finding]:
     # Of two schedulers of one optimizer the first does not know the rates that the second gave.
     compared = schedulers if len(schedulers) <= len(files) else {}
     apart = [index for index in compared if own.disagrees(index)]
-    told = case.paths(MismatchedRates, UnusableRates)
-    strange = [
-        index
-        for index, path in compared.items()
-        if index in files and index not in apart and path not in told and own.began_apart(index)
-    ]
     if own.moves is not None and case.step is not None and own.moves != case.step:
         # A count that the Trainer wrote proves more than rates, which a script can set.
         mixed = [*_mixed_steps(own.moves, case.step, neighbours, schedulers[0])]
         yield from mixed
         if mixed:
             return
-    if apart or strange:
+    if apart:
         near: list[_Neighbour] = []
         for neighbour in neighbours.spread():
             with suppress(CkptfixError, OSError), neighbour.opened() as root:
                 there = neighbour.scan(Role.OPTIMIZER, Role.SCHEDULER, root=root)
                 saved = list(saved_optimizers(there, ()))
-                progress, paces = _progress(there, saved), _paces(there, saved) if apart else {}
+                progress, paces = _progress(there, saved), _paces(there, saved)
                 near.append(_Neighbour(neighbour.name, progress, paces, neighbour.is_earlier))
-        paces = _paces(folder, case.optimizers) if apart else {}
+        paces = _paces(folder, case.optimizers)
         for index in apart:
             yield from _mixed_rates(
                 own, paces.get(index), near, index, files[index], schedulers[index]
             )
-        for index in strange:
-            yield from _other_beginning(own, near, index, files[index], schedulers[index])
 
 
 def _mixed_rates(
@@ -429,6 +293,63 @@ def _mixed_rates(
     )
 
 
+def diagnose_other_schedules(case: Case) -> Iterator[MisplacedEntry]:
+    """Yield the schedulers that are of another class than in all checkpoints next to this one, which
+    agree, or lost their state.
+
+    Each class of torch has its own keys. Where the nearest checkpoint has those of this one, no
+    more is read.
+    """
+    if case.is_file:
+        return
+    own = {path: keys for path, keys in _keys_of(case.folder).items() if path not in case.damaged}
+    near: list[tuple[bool, Mapping[PurePosixPath, frozenset[str]]]] = []
+    for neighbour, there in scanned(case.neighbours.nearest(), Role.SCHEDULER) if own else ():
+        files = _keys_of(there)
+        own = {path: keys for path, keys in own.items() if files.get(path) != keys}
+        if not own:
+            return
+        near.append((neighbour.is_earlier, files))
+    for path, keys in own.items():
+        known = [(is_earlier, files[path]) for is_earlier, files in near if path in files]
+        expected = {keys_there for _, keys_there in known}
+        if not expected or len(expected) > 1 or (len(known) == 1 and keys):
+            continue
+        (wanted,) = expected
+        # No script goes on with a schedule that has no state any more.
+        is_wrong = not keys or are_on_both_sides(is_earlier for is_earlier, _ in known)
+        more, fewer = list_names(sorted(keys - wanted)), list_names(sorted(wanted - keys))
+        yield (MisplacedEntry if is_wrong else ChangedEntry)(
+            path=path,
+            holds=f"a schedule with {more or f'no {fewer}'}" if keys else "an empty dict",
+            expected=f"{fewer or f'no {more}'}, as in {next_to_it(len(known))}",
+            effect="load_state fails, or the run continues with another schedule",
+        )
+
+
+def unread_schedules(case: Case) -> Iterator[str]:
+    """Yield in words the empty states of schedulers, which a class of a script may save."""
+    for path, keys in _keys_of(case.folder).items():
+        if not keys:
+            yield f"whether {path} lost its state: it is an empty dict"
+
+
+def _keys_of(folder: CheckpointFolder) -> Mapping[PurePosixPath, frozenset[str]]:
+    keys = {}
+    for component, state in _states(folder):
+        with suppress(FormatError):
+            if is_dict_like(state):
+                keys[component.path] = text_keys(state)
+    return keys
+
+
+def _states(folder: CheckpointFolder) -> Iterator[tuple[Component, object]]:
+    """Yield the readable files of schedulers, each with the root of its state."""
+    for component in folder.components:
+        if component.role is Role.SCHEDULER and isinstance(component.content, TorchFile):
+            yield component, component.content.tree.root
+
+
 def _paces(
     folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]
 ) -> Mapping[int, Fraction]:
@@ -436,9 +357,7 @@ def _paces(
     both are counted.
     """
     moves = {
-        one.name.index: child(one.content.tree.root, "last_epoch")
-        for one in folder.components
-        if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
+        component.name.index: child(state, "last_epoch") for component, state in _states(folder)
     }
     return {
         saved.index: Fraction(moved, steps)
@@ -447,35 +366,6 @@ def _paces(
         and 0 < moved < _MOST_MOVES
         and (steps := steps_of(folder.root, saved)) > 0
     }
-
-
-def _other_beginning(
-    own: _Progress,
-    near: Sequence[_Neighbour],
-    index: int,
-    optimizer: PurePosixPath,
-    scheduler: PurePosixPath,
-) -> Iterator[OtherBeginning]:
-    """Yield that one of the two files is of another run: their rates now are equal, as where both
-    schedules ended at 0, but those at the beginning of the run are not.
-
-    A script that restores one of the two alone, or sets a rate anew, has such files in each later
-    checkpoint: its first one is a note until the next save.
-    """
-    answers = [(save, save.progress.began_apart(index)) for save in near]
-    agreeing = [save for save, is_apart in answers if is_apart is False]
-    if not agreeing or any(is_apart for _, is_apart in answers):
-        return
-    initial, base = own.initial[index], own.base[index]
-    known = agreeing[0].progress
-    is_of_optimizer = base == known.base[index] and initial != known.initial[index]
-    is_sure = are_on_both_sides(save.is_earlier for save in agreeing)
-    yield (OtherBeginning if is_sure else PerhapsOtherBeginning)(
-        path=optimizer if is_of_optimizer else scheduler,
-        partner=str(scheduler if is_of_optimizer else optimizer),
-        rates=initial if is_of_optimizer else base,
-        expected=base if is_of_optimizer else initial,
-    )
 
 
 def _mixed_steps(
@@ -502,11 +392,7 @@ def _step_of(neighbour: Neighbour) -> int | None:
 
 
 def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) -> _Progress:
-    states = {
-        one.name.index: one.content.tree.root
-        for one in folder.components
-        if one.role is Role.SCHEDULER and isinstance(one.content, TorchFile)
-    }
+    states = {component.name.index: state for component, state in _states(folder)}
     optimizers = list(optimizers)
     with suppress(FormatError):
         rates = {
@@ -518,36 +404,19 @@ def _progress(folder: CheckpointFolder, optimizers: Iterable[SavedOptimizer]) ->
             for index, state in states.items()
             if _has_moved(state)
         }
-        initial = {
-            saved.index: numbers_of([group.get("initial_lr") for group in saved.values])
-            for saved in optimizers
-        }
         # A scheduler records this rate in its optimizer.
-        is_each_scheduled = last.keys() == rates.keys() and all((*last.values(), *initial.values()))
+        initial = [
+            numbers_of([group.get("initial_lr") for group in saved.values]) for saved in optimizers
+        ]
+        is_each_scheduled = last.keys() == rates.keys() and all((*last.values(), *initial))
         return _Progress(
             rates=rates,
             held=frozenset(rates.values()),
             last=last,
             given=frozenset(last.values()) if is_each_scheduled else (),
             moves=moves_of(states.get(0)) if len(states) == 1 else None,
-            initial=initial,
-            base={
-                index: numbers_of(items_of(child(state, "base_lrs")))
-                for index, state in states.items()
-                if _begins_as_the_optimizer(state)
-            },
         )
-    return _Progress({}, (), {}, (), None, {}, {})
-
-
-def _begins_as_the_optimizer(state: Any) -> bool:
-    """Return whether a schedule of torch has the rates of its optimizer as its own at the
-    beginning.
-
-    CyclicLR has rates of its own, and so may each schedule of a sequence.
-    """
-    keys = text_keys(state)
-    return "base_lrs" in keys and keys.isdisjoint(("_schedulers", "max_lrs"))
+    return _Progress({}, (), {}, (), None)
 
 
 def _has_moved(state: Any) -> bool:

@@ -1,17 +1,19 @@
-"""The other checkpoints of a run, and the files that they have and one of them lacks."""
+"""The other checkpoints of a run as witnesses: the files that one of them lacks or has too many, and
+those of other entries.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import is_empty
+from ckptfix.checkpoint.dcp import is_empty, is_of_checkpoint
 from ckptfix.checkpoint.filenames import (
     LORA,
     TRAINER_STATE,
     WEIGHT_KINDS,
-    name_of_trainer,
     parse_file_name,
+    under_name_of_trainer,
     weights_names,
 )
 from ckptfix.checkpoint.folder import scan_folder
@@ -28,27 +30,133 @@ from ckptfix.checkpoint.neighbours import (
     model_files,
     names_of,
     neighbours_have,
+    next_to_it,
     parts_of,
     renamed_states,
 )
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
 from ckptfix.diagnosis.equal_entries import diagnose_models, diagnose_states, renumbered
-from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.duplicates import DoubledModel, DoubledStates
+from ckptfix.diagnosis.exchanged import diagnose_exchanged
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.config_faults import MissingModel
+from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
+    DoubledStates,
+    IdenticalModels,
+    NearlyEqualModels,
+)
 from ckptfix.diagnosis.findings.incomplete import (
     FewerRanks,
     IncompleteCheckpoint,
     LaterModel,
-    LostLora,
     LostModelFiles,
     LostPosition,
 )
+from ckptfix.diagnosis.findings.misplaced import ChangedEntry, MisplacedEntry, RenamedState
+from ckptfix.diagnosis.target import Target
+from ckptfix.diagnosis.unfinished_copies import unmarked
+from ckptfix.diagnosis.unresumable import diagnose_unread_shards
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.files import AnyPath, is_dir, names_in
+from ckptfix.storage.files import AnyPath, is_dir, lexists, names_in
+from ckptfix.storage.journal import State, is_elsewhere, transactions
 
 
-def compared(case: Case, known: Collection[str], *, may_be_doubled: bool) -> Iterator[Finding]:
+def missing_here(target: Target, case: Case) -> tuple[Finding, ...]:
+    """Return the findings that the checkpoints next to one show: files that it lacks, and files of
+    other entries.
+    """
+    findings = case.findings
+    is_without_model = any(isinstance(one, MissingModel) and not one.model for one in findings)
+    if target.only is not None:
+        return ()
+    marks = tuple(unmarked(case.neighbours))
+    if is_without_model:
+        return marks
+    told = {name for finding in findings for name in _told_of(finding)}
+    # Nothing shows whether a damaged model equals another one.
+    may_be_doubled = any(
+        isinstance(one, DoubledModel | IdenticalModels | NearlyEqualModels) for one in findings
+    ) or any(one.role is Role.MODEL and one.problem for one in case.folder.components)
+    missing = _lost_parts(case, told, may_be_doubled=may_be_doubled)
+    damaged = frozenset(
+        finding.path
+        for finding in findings
+        if finding.severity is Severity.ERROR or isinstance(finding, RenamedState)
+    )
+    # Their partners were reported with them.
+    damaged |= {
+        PurePosixPath(finding.exchanged_with)
+        for finding in findings
+        if isinstance(finding, RenamedState) and finding.exchanged_with
+    }
+    return (
+        *marks,
+        *missing,
+        *_lost_since_repair(target.root, told),
+        *diagnose_exchanged(case, damaged),
+        *diagnose_unread_shards(case),
+        *_surplus_objects(case),
+    )
+
+
+def _told_of(finding: Finding) -> tuple[str, ...]:
+    """Return the files of a finding."""
+    missing = finding.missing if isinstance(finding, IncompleteCheckpoint) else ()
+    return (str(finding.path), *missing)
+
+
+def _lost_since_repair(root: AnyPath, told: Collection[str]) -> Iterator[IncompleteCheckpoint]:
+    """Yield a finding for each file that a repair left here, as its journal says, and that is gone.
+
+    ``told``: files of other findings.
+    """
+    left: dict[PurePosixPath, int] = {}
+    for info in transactions(root):
+        if info.state is State.DONE and not is_elsewhere(root, info):
+            left |= dict.fromkeys(info.paths, info.number)
+            for path in info.gone:
+                left.pop(path, None)
+    for path, number in left.items():
+        if is_of_checkpoint(path.name) and str(path) not in told and not lexists(root / path):
+            yield IncompleteCheckpoint(
+                path=path, missing=(str(path),), known_by=f"repair {number} left it in the folder"
+            )
+
+
+def _surplus_objects(case: Case) -> Iterator[MisplacedEntry]:
+    """Yield the custom objects that no checkpoint next to this one has: ``load_state`` refuses a
+    file too many.
+
+    A script that registers one more has it in all later checkpoints, so that at an end of the run
+    it is a note. So it is where they have none: the script may have registered objects in this save
+    alone.
+    """
+    components = case.folder.components
+    own = {one.name.index: one.path for one in components if one.role is Role.CUSTOM}
+    if not own or case.is_recorded:
+        return
+    before, after = case.neighbours.saves()
+    near = [*before, *after]
+    known = {index for sibling in near for role, index in sibling.parts if role is Role.CUSTOM}
+    surplus = sorted(own.keys() - known)
+    if surplus:
+        # Somebody may have renamed theirs.
+        every = parts_of(one.path for one in components)
+        parts = [part for sibling in near for part in sibling.parts_as_saved(every)]
+        known = {index for role, index in parts if role is Role.CUSTOM}
+        surplus = sorted(own.keys() - known)
+    if near and surplus and known <= own.keys():
+        yield (MisplacedEntry if before and after and known else ChangedEntry)(
+            path=own[surplus[0]],
+            holds="a custom object" if len(own) == 1 else f"one of {len(own)} custom objects",
+            expected=f"{len(known) or 'none'}, as in {next_to_it(len(near))}",
+            effect="load_state counts these files and fails",
+            remedy="move the file out of the folder if the save did not write it",
+        )
+
+
+def _lost_parts(case: Case, known: Collection[str], *, may_be_doubled: bool) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and the checkpoints next to it have.
 
     ``known``: files that were reported already. ``may_be_doubled``: its script may have prepared an
@@ -298,30 +406,25 @@ def _is_too_deep(folder: AnyPath, names: Collection[str]) -> bool:
 _OF_LORA = tuple(f"{LORA}{kind}" for kind in WEIGHT_KINDS)
 
 
-def _lost_lora(names: Iterable[PurePosixPath], near: Sequence[Neighbour]) -> Iterator[LostLora]:
+def _lost_lora(
+    names: Iterable[PurePosixPath], near: Sequence[Neighbour]
+) -> Iterator[IncompleteCheckpoint]:
     """Yield the LoRA weights of diffusers that all checkpoints next to one have, and that are its
-    only weights.
-
-    A load hook opens this name, unless it calls ``lora_state_dict`` of diffusers, which takes any
-    .safetensors (0.42).
+    only weights: a load hook opens this name.
     """
     own = {path.name for path in names}
-    if any(name.startswith(f"{LORA}.") for name in own):
+    of_all = frozenset.intersection(*(save.names.every for save in near))
+    lost = [name for name in _OF_LORA if name in of_all]
+    if not lost or any(name.startswith(f"{LORA}.") for name in own):
         return
-    lost = sorted(
-        name
-        for name in frozenset.intersection(*(save.names.every for save in near))
-        if name in _OF_LORA
+    strange = own.difference(*(save.names.every for save in near))
+    renamed = [name for name in strange if name.endswith(PurePosixPath(lost[0]).suffix)]
+    yield IncompleteCheckpoint(
+        path=PurePosixPath(lost[0]),
+        missing=(lost[0],),
+        known_by=f"{neighbours_have(len(near), len(near))} it",
+        misnamed=renamed[0] if len(renamed) == 1 else "",
     )
-    if lost:
-        strange = sorted(own.difference(*(save.names.every for save in near)))
-        renamed = [name for name in strange if name.endswith(PurePosixPath(lost[0]).suffix)]
-        yield LostLora(
-            path=PurePosixPath(lost[0]),
-            missing=(lost[0],),
-            known_by=f"{neighbours_have(len(near), len(near))} it",
-            misnamed=renamed[0] if len(renamed) == 1 else "",
-        )
 
 
 def _is_needed(root: AnyPath, below: str, own: Names) -> bool:
@@ -367,14 +470,6 @@ def _is_shown(lost: Part, own: Collection[Part], near: Collection[Part]) -> bool
 
 
 _SHOWN_BY = {Role.MODEL: (Role.OPTIMIZER,), Role.OPTIMIZER: (Role.MODEL, Role.SCHEDULER)}
-
-
-def under_name_of_trainer(lost: str, names: Collection[PurePosixPath]) -> str:
-    """Return a file that may be a lost state of ``save_state``: one with the name that the Trainer
-    gives it, or "".
-    """
-    under = name_of_trainer(lost)
-    return under if PurePosixPath(under) in names else ""
 
 
 def _names(folder: AnyPath) -> list[PurePosixPath]:

@@ -32,7 +32,7 @@ from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.folder_names import split_number
 from ckptfix.checkpoint.load_inputs import SAMPLED
-from ckptfix.checkpoint.model_configs import config_of_model
+from ckptfix.checkpoint.model_configs import is_of_average
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours, Place
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.checkpoint.samples import (
@@ -304,8 +304,7 @@ def _old_models(save: _Save, earlier: AnyPath) -> Iterator[_Part]:
     for where in candidates:
         if where in in_root:
             continue
-        config = config_of_model(folder.root / where)
-        if config is None or not config.is_of_average:
+        if not is_of_average(folder.root / where):
             models[where] = _models_of(scan_folder(folder.root / where))
     counts = {
         where: Counter(tensor.shape for file in files for tensor in file.tensors)

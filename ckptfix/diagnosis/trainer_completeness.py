@@ -294,15 +294,21 @@ def _weights_lost_by_trainer(
     )
 
 
+OTHER_FIELDS = f"fields of {TRAINER_STATE} other than its step"
+"""Beginning of the sentence about what only the Trainer reads."""
+
+
 def broken_trainer_state(case: Case) -> Iterator[Finding | str]:
     """Yield a ``trainer_state.json`` from which the Trainer cannot resume, though all weights may
     be intact.
 
-    Next to random states of Accelerate it is a file of a script, whatever it holds. Its values are
+    Next to random states of Accelerate it is a file of a script, whatever it holds. Its step is
     only judged where the name of the folder or another file is the Trainer's.
     """
     folder, trainer = case.folder, case.trainer
     yield from trainer.unchecked
+    if trainer.step is not None:
+        yield f"{OTHER_FIELDS}; another version of transformers may refuse them"
     name = absolute(folder.root).name
     is_of_trainer = checkpoint_number(name, TRAINER) is not None or any(
         one.name.is_of_trainer for one in folder.components
@@ -311,7 +317,7 @@ def broken_trainer_state(case: Case) -> Iterator[Finding | str]:
         yield IncompleteCheckpoint(
             path=PurePosixPath(TRAINER_STATE),
             missing=(TRAINER_STATE,),
-            known_by="it cannot be read" if trainer.is_broken else "its values are wrong",
+            known_by="it cannot be read" if trainer.is_broken else "its step is wrong",
             of_trainer=True,
             problem=trainer.problem,
             is_wrong=trainer.is_wrong,

@@ -226,16 +226,18 @@ def understand(case: Case) -> Understood:
     lost = lost_step(folder) if folder.only is None and not is_incomplete else None
     if lost is not None:
         problems.append(lost)
+    # A seal of a stock save names the version of ckptfix that sealed it, and counts no processes.
+    saved = manifest if manifest is not None and manifest.is_of_a_save else None
     return Understood(
         models=described,
         optimizers=tuple(_optimizers(case)),
         config=config,
-        processes=manifest.world_size if manifest is not None else _processes(folder),
+        processes=_processes(folder) if saved is None else saved.world_size,
         # The last ranks may have lost their files.
-        processes_may_be_more=True if manifest is None and folder.processes else None,
+        processes_may_be_more=True if saved is None and folder.processes else None,
         step=progress.step,
         epoch=progress.epoch,
-        libraries={**(manifest.versions if manifest is not None else {}), **libraries},
+        libraries={**(saved.versions if saved is not None else {}), **libraries},
         problems=tuple(problems),
     )
 

@@ -299,7 +299,7 @@ _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECA
 _COPY = "copy the file again from its source, or resume from an older checkpoint"
 ADVICE = {
     "nonfinite": (
-        "resume from a checkpoint from before the values were lost; if this is a copy and its "
+        "resume from a checkpoint saved before the NaN or Inf appeared; if this is a copy and its "
         "source has no NaN or Inf, copy the file again"
     ),
     "large-values": (

@@ -1,32 +1,26 @@
 """States that are intact, and not what the names of their files promise, or of no use to a run."""
 
-import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from math import isfinite
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.bundled_states import (
-    problems_inside,
-    states_under_other_keys,
-    states_without_content,
-)
+from ckptfix.checkpoint.bundled_states import problems_inside, states_under_other_keys
 from ckptfix.checkpoint.dcp import flattened_optimizers, optimizers_in
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders
-from ckptfix.checkpoint.filenames import LORA, TRAINER_STATE, FileName, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, FileName, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.folder_names import FolderName, parse_folder_name
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG, is_pretrained
 from ckptfix.checkpoint.placeholders import remedy_for_placeholders
 from ckptfix.checkpoint.roles import Role
-from ckptfix.checkpoint.state_contents import content_of, state_problem
-from ckptfix.checkpoint.state_kinds import Content, StateProblem
-from ckptfix.checkpoint.weights_contents import (
+from ckptfix.checkpoint.state_contents import (
     NO_TENSORS,
+    Content,
+    StateProblem,
+    content_of,
     holds_no_tensor,
     is_weights_file,
     may_hide_weights,
+    state_problem,
     weights_without_tensors,
 )
 from ckptfix.diagnosis.case import DAMAGED_CONTENT, Case
@@ -43,20 +37,17 @@ from ckptfix.diagnosis.findings.misplaced import (
     UnknownState,
     WrongState,
 )
-from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import METADATA_NAME, MODEL_KEY
+from ckptfix.formats.dcp_metadata import MODEL_KEY
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.formats.pickle_tree import Text, child, is_dict_like, pairs, text_keys
+from ckptfix.formats.pickle_tree import child, text_keys
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import is_tensor
 from ckptfix.formats.torch_zip import TorchZip
-from ckptfix.storage.files import absolute
 from ckptfix.wording import list_names
 
 
 def diagnose_lost_steps(case: Case) -> Iterator[StatesWithoutStep]:
-    """Yield the random states of accelerate, right in all else, without the step of the run."""
+    """Yield the random states of accelerate without the step of the run."""
     for component in case.folder.components:
         file, name = component.content, component.name
         if (
@@ -64,7 +55,6 @@ def diagnose_lost_steps(case: Case) -> Iterator[StatesWithoutStep]:
             and not name.is_of_trainer
             and isinstance(file, TorchFile)
             and _lacks_step(file)
-            and state_problem(name, file) is None
         ):
             yield StatesWithoutStep(
                 path=component.path,
@@ -215,8 +205,6 @@ def diagnose_dead_scalers(case: Case) -> Iterator[DeadScaler]:
             component.role is not Role.GRAD_SCALER
             or not isinstance(file, TorchFile)
             or content_of(file) is not Content.GRAD_SCALER
-            # The load or the first step fails.
-            or state_problem(component.name, file) is not None
         ):
             continue
         for name in ("scale", "backoff_factor", "growth_factor"):
@@ -231,53 +219,39 @@ def diagnose_dead_scalers(case: Case) -> Iterator[DeadScaler]:
 
 def diagnose_wrong_folders(case: Case) -> Iterator[WrongState]:
     """Yield the DCP folders under a name of accelerate that plainly hold the state of the other
-    role.
+    role, as after a copy of the wrong folder.
 
     Accelerate saves ``{"model": ...}`` and ``{"optimizer": ...}``, and loads only these keys
     (``utils/fsdp_utils.py``, 1.0 to 1.15). Other tools use the names with other keys, and may save
     both states in a folder.
     """
-    names: dict[PurePosixPath, FolderName] = {}
-    wrong: dict[PurePosixPath, Content] = {}
-    own = parse_folder_name(absolute(case.folder.root).name)
     for state in case.sharded:
-        name = state.name or (None if state.path.parts else own)
-        if name is None or state.metadata is None:
-            continue
-        names[state.path] = name
-        # So are the most: of them no path is looked at.
-        if (name.role is Role.MODEL) is (state.model is not None):
+        # Of most folders no key is looked at.
+        if (
+            state.name is None
+            or state.metadata is None
+            or (state.name.role is Role.MODEL) is (state.model is not None)
+        ):
             continue
         paths = set(paths_of(state.metadata).values())
         optimizers = {*optimizers_in(paths), *flattened_optimizers(paths)}
-        if name.role is Role.OPTIMIZER:
-            if not optimizers and all(path[:1] == (MODEL_KEY,) for path in paths):
-                wrong[state.path] = Content.MODEL
-        elif paths and all(
-            any(path[: len(prefix)] == prefix for prefix in optimizers) for path in paths
-        ):
-            wrong[state.path] = Content.OPTIMIZER
-    for path, content in wrong.items():
-        partner = next(
-            (
-                there
-                for there, reverse in wrong.items()
-                if reverse is not content and names[there].index == names[path].index
-            ),
-            None,
-        )
-        yield WrongState(
-            path=path if path.parts else PurePosixPath(METADATA_NAME),
-            holds=content.value,
-            expected=_EXPECTED[names[path].role].value,
-            effect="the load fails",
-            exchanged_with=str(partner) if partner is not None else "",
-            remedy="" if partner is not None else _COPY_FOLDER,
-        )
+        if state.name.role is Role.OPTIMIZER:
+            is_wrong = not optimizers and all(path[:1] == (MODEL_KEY,) for path in paths)
+            holds, expected = Content.MODEL, Content.OPTIMIZER
+        else:
+            is_wrong = bool(paths) and all(
+                any(path[: len(prefix)] == prefix for prefix in optimizers) for path in paths
+            )
+            holds, expected = Content.OPTIMIZER, Content.MODEL
+        if is_wrong:
+            yield WrongState(
+                path=state.path,
+                holds=holds.value,
+                expected=expected.value,
+                effect="the load fails",
+                remedy="copy the folder again from its source, or use an older checkpoint",
+            )
 
-
-_COPY_FOLDER = "copy the folder again from its source, or use an older checkpoint"
-_EXPECTED = {Role.MODEL: Content.MODEL, Role.OPTIMIZER: Content.OPTIMIZER}
 
 _NOUNS = {
     Role.MODEL: "a model",
@@ -443,26 +417,21 @@ def unread_weights(case: Case) -> Iterator[str]:
             yield f"whether {path} lost its tensors: it has none"
 
 
-def unread_states(case: Case) -> Iterator[str]:
-    """Yield in words the states in files of scripts that torch's own classes cannot load."""
-    for path, file in _files_of_scripts(case.folder):
-        for key, holds in states_without_content(file):
-            yield f"whether {path} lost its {key!r}: it is {holds}"
-
-
-OF_KEYS = "whether keys and shapes match the script's model"
+OF_KEYS = "whether tensors and param groups match the script"
 """Beginning of the sentence about what no file of a checkpoint shows."""
 
 
 def unchecked_weights(case: Case) -> Iterator[str]:
-    """Yield in words what of the weights that a script loads only its model shows."""
+    """Yield in words what of weights and optimizers only the script that loads them shows."""
     folder = case.folder
     is_loaded = folder.is_save_state and any(
         component.name.load_order is not None for component in folder.components
     )
-    if is_loaded or any(file.state_dicts for _, file in _files_of_scripts(folder)):
-        # A layer whose keys alone begin with "module.", or without one of its buffers.
-        yield f"{OF_KEYS}; the load compares them"
+    is_loaded |= any(file.state_dicts for _, file in _files_of_scripts(folder))
+    if is_loaded or case.every_optimizer:
+        # A layer whose keys alone begin with "module.", or without one of its buffers. Param groups
+        # in another order, whose moments a load gives to other parameters.
+        yield f"{OF_KEYS}: keys, shapes, dtypes and order; the load compares keys and shapes"
     if case.is_file or not folder.is_save_state:
         return
     has_optimizer = any(component.role is Role.OPTIMIZER for component in folder.components)
@@ -475,38 +444,6 @@ def unchecked_weights(case: Case) -> Iterator[str]:
                 f"whether {component.path} lost its tensors: it has none, like a module without "
                 "parameters"
             )
-        elif (
-            isinstance(file, TorchFile)
-            and state_problem(component.name, file) is None
-            and (keys := _odd_keys(file))
-        ):
-            yield (
-                f"whether the model of {component.path} accepts {list_names(keys)}: load_state "
-                "fails, unless a hook of the model accepts such keys"
-            )
-
-
-def _odd_keys(file: TorchFile) -> list[str]:
-    """Return the keys at the root of a state dict that have a number, a text or None next to
-    tensors.
-    """
-    with suppress(FormatError):
-        root = file.tree.root
-        entries = (
-            [(key.value, value) for key, value in pairs(root) if type(key) is Text]
-            if is_dict_like(root)
-            else []
-        )
-        if any(is_tensor(value) for _, value in entries):
-            return [
-                key
-                for key, value in entries
-                if "." not in key
-                and key != "bias"
-                and not key.endswith("_extra_state")
-                and (value is None or type(value) in (bool, int, float, Text))
-            ]
-    return []
 
 
 def diagnose_keys(case: Case) -> Iterator[UnknownState]:
@@ -552,44 +489,6 @@ def _files_of_scripts(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath,
         is_free = component.role in _FREE and not is_weights_file(component.name)
         if is_free and isinstance(component.content, TorchFile):
             yield component.path, component.content
-
-
-_HALVES = re.compile(r"(.+\.lora[._](?:embedding_)?)(A|B|down|up)((?:\.weight)?)", re.DOTALL)
-"""Key of one of the two matrices of LoRA, by the names of PEFT and the former ones of diffusers."""
-
-
-def diagnose_lora(case: Case) -> Iterator[UnknownState]:
-    """Yield the LoRA weights of diffusers whose two matrices have each other's key. A config shows
-    it of PEFT's.
-    """
-    for component in case.folder.components:
-        if component.name.model is not None and component.name.model.stem == LORA:
-            yield from _exchanged_halves(component)
-
-
-def _exchanged_halves(component: Component) -> Iterator[UnknownState]:
-    """Yield an adapter whose A has the rank as its second dimension, and whose B as its first one,
-    in all pairs.
-
-    Of a square module both orders look the same, so that another one must show it.
-    """
-    pairs: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for tensor in component.tensors:
-        if (match := _HALVES.fullmatch(tensor.fqn)) and len(tensor.shape) > 1:
-            pairs[match[1] + match[3]]["A" if match[2] in ("A", "down") else "B"] = tensor.shape
-    complete = [(pair["A"], pair["B"]) for pair in pairs.values() if len(pair) == 2]
-    contradictory = [(first, second) for first, second in complete if first[0] != second[1]]
-    if contradictory and all(first[1] == second[0] for first, second in complete):
-        first, second = contradictory[0]
-        yield UnknownState(
-            path=component.path,
-            holds=(
-                f"LoRA matrices A and B under each other's key, such as A of shape {list(first)} "
-                f"and B of {list(second)}"
-            ),
-            expected="the rank as the first dimension of A and the second of B",
-            effect="the load fails",
-        )
 
 
 def _is_pretrained(folder: CheckpointFolder) -> bool:

@@ -110,40 +110,6 @@ def problem_of_array_states(function: tuple[str, str], node: Node) -> str:
     return ""
 
 
-def is_array(node: Node) -> bool:
-    """Return whether a node is an array of numpy.
-
-    Pickle protocol 5 makes it by ``_frombuffer(data, dtype, shape, order)``.
-    """
-    head = node.head
-    is_of_protocol_5 = (
-        node.kind is Kind.CALL
-        and type(head) is Node
-        and head.kind is Kind.GLOBAL
-        and head.head
-        in (
-            ("numpy.core.numeric", "_frombuffer"),
-            ("numpy._core.numeric", "_frombuffer"),
-        )
-    )
-    return is_of_protocol_5 or kind_of(node) == "numpy.ndarray"
-
-
-def shape_of_array(node: Node) -> tuple[int, ...] | None:
-    """Return the shape of an array of numpy, None where it does not show."""
-    if node.states:
-        values = members(node.states[-1])
-        shape = values[-4] if len(values) in (4, 5) else None
-    else:
-        shape = node.args[2] if type(node.args) is tuple and len(node.args) == 4 else None
-    sizes = members(shape)
-    if kind_of(shape) not in ("tuple", "torch.Size") or not all(
-        type(size) is int for size in sizes
-    ):
-        return None
-    return tuple(sizes)
-
-
 def _holds_objects(dtype: Any) -> bool | None:
     """Return whether an element of a dtype is or has a Python object, None where that does not
     show.

@@ -15,7 +15,13 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import (
+    BeyondLimits,
+    FormatError,
+    OtherArchive,
+    TruncatedError,
+    UnsupportedFormat,
+)
 from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_calls import ensure_calls
 from ckptfix.formats.pickle_rewrite import rewrite
@@ -397,7 +403,7 @@ def _read(reader: FileReader) -> TorchFile:
     if head == b"PK\3\4":
         return _read_zip(reader)
     if is_tar(reader):
-        raise UnsupportedFormat("a tar archive, as torch.save wrote before 0.4")
+        raise OtherArchive("a tar archive, as torch.save wrote before 0.4")
     if head[:1] != b"\x80":
         raise FormatError("neither a zip archive nor a pickle")
     first = read_pickle(reader, 0)
@@ -512,7 +518,7 @@ def _ensure_loadable(reader: FileReader, archive: TorchZip) -> None:
 def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
-        raise UnsupportedFormat("a TorchScript archive, which contains code as well as state")
+        raise OtherArchive("a TorchScript archive, which contains code as well as state")
     _ensure_loadable(reader, archive)
     outside = [one.name for one in archive.records if not one.name.startswith(f"{archive.root}/")]
     if outside:  # PyTorchStreamReader::getAllRecords

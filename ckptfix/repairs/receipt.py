@@ -14,13 +14,13 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.check import with_below
 from ckptfix.diagnosis.check_report import CheckReport, status_of
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
+from ckptfix.diagnosis.findings.config_faults import DeadWeights
 from ckptfix.diagnosis.findings.duplicates import (
     DoubledModel,
     NestedPrefix,
 )
 from ckptfix.diagnosis.findings.load_faults import DeadAdapter
 from ckptfix.diagnosis.findings.stored_twice import StoredTwice
-from ckptfix.diagnosis.findings.weight_faults import DeadWeights
 from ckptfix.repairs.steps import (
     DropEntry,
     Renumber,

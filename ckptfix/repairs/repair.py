@@ -44,9 +44,9 @@ from ckptfix.diagnosis.findings.duplicates import (
     IdenticalModels,
     IdenticalStates,
 )
-from ckptfix.diagnosis.next_to_it import missing_here
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
+from ckptfix.diagnosis.siblings import missing_here
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.diagnosis.unresumable import STATES_ALONE
 from ckptfix.errors import ChangedError, FileChangedError, OperationError, UsageError
@@ -68,13 +68,17 @@ from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, s
 from ckptfix.reports import plain
 from ckptfix.storage.backends import carriage, ensure_in_place, locked
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.edits import Edit
+from ckptfix.storage.edits import Edit, edited_paths
 from ckptfix.storage.files import (
     AnyPath,
     Openable,
     StorePath,
     etag_of,
+    is_dir,
+    is_file,
+    is_symlink,
     is_url,
+    lexists,
     local_path,
     on_disk,
     relative,
@@ -468,6 +472,7 @@ def _plan(
                 bool(draft.steps) and not in_store and supports_reflink(on_disk(target.root))
             )
             compiled = compile_plan(draft, new_files=policy.atomic or in_store or shares_blocks)
+            _ensure_ordinary(target.root, compiled.edits)
         return RepairPlan(
             target=target,
             policy=policy,
@@ -491,6 +496,18 @@ def _in_full(value: object) -> Any:
     if isinstance(value, tuple | list):
         return [_in_full(item) for item in value]
     return sorted(value) if isinstance(value, frozenset) else plain(value)
+
+
+def _ensure_ordinary(root: AnyPath, edits: Sequence[Edit]) -> None:
+    """Raise OperationError for a FIFO, a socket or a device that an edit moves: it has no bytes of
+    its own to compare.
+    """
+    for path in (root / name for edit in edits for name in edited_paths(edit)):
+        if lexists(path) and not (is_file(path) or is_dir(path) or is_symlink(path)):
+            raise OperationError(
+                f"{path}: not a regular file, so a repair cannot move it; nothing was changed; "
+                f"next: rm {shell_path(path)}, and copy the file again from its source"
+            )
 
 
 def _ensure_uploaded(target: Target) -> None:

@@ -17,9 +17,16 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.latest import digests_of_upload
+from ckptfix.checkpoint.manifest import Manifest, NotAsSaved, unexplained
 from ckptfix.checkpoint.rank_names import parse_rank_file_name
-from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
+from ckptfix.diagnosis.contents import (
+    Contents,
+    FileState,
+    Recorded,
+    TensorLocation,
+    changes_a_load,
+)
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.files import (
@@ -35,13 +42,21 @@ from ckptfix.storage.files import (
     stat_of,
     walk,
 )
-from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing, shell_path
+from ckptfix.storage.paths import (
+    COMMITTED,
+    JOURNAL,
+    OF_FILES,
+    SIGNED,
+    command,
+    existing,
+    shell_path,
+)
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import named_results
 from ckptfix.verification.matching import crossed, crossing, match_names, pair_models, unwrapping
 from ckptfix.verification.sha256sums import read_sums
-from ckptfix.verification.signatures import Attestation, Trust, open_statement
+from ckptfix.verification.signatures import OF_UPLOAD, Attestation, Trust, open_statement
 from ckptfix.verification.statements import (
     ALONE,
     FileStatement,
@@ -59,7 +74,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     ``files``, ``tensors``: the statements. ``sums``: path -> sha256 of lists. ``attestations``: one
     for each file that was read. ``not_checked``: what of the lists is not about the checkpoint, in
-    words. ``options``: of ``verify``, for the command that compares again.
+    words. ``options``: of ``verify``, for the command that compares again. ``added``: files that
+    came since and change a load.
     """
 
     files: FileStatement | None = None
@@ -68,6 +84,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     attestations: tuple[Attestation, ...] = ()
     not_checked: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
 
     @property
     def problems(self) -> str:
@@ -172,6 +189,23 @@ def gather(
     )
 
 
+def from_upload(contents: Contents, manifest: Manifest | None) -> Evidence | None:
+    """Return the sha256s in the commit marker of a complete upload, None without one. Raises
+    OSError.
+    """
+    root, sums = contents.root, digests_of_upload(contents.root)
+    if not sums:
+        return None
+    listed = {*sums, *(manifest.files if manifest is not None else ())}
+    new = [NotAsSaved(name, 0, 0) for name in contents.files if name not in listed]
+    added = (file.name for file in unexplained(root, new, by_manifest=False))
+    return Evidence(
+        sums=sums,
+        attestations=(Attestation(path=root / COMMITTED, kind=OF_UPLOAD),),
+        added=frozenset(filter(changes_a_load, added)),
+    )
+
+
 class Attested(Recorded):
     """Records of statements and lists about a checkpoint, in the place of those of its manifest.
 
@@ -187,7 +221,8 @@ class Attested(Recorded):
         self.added: tuple[Item, ...] = ()
         self.has_tensors = evidence.tensors is not None
         self.scheme = evidence.files.scheme if evidence.files is not None else WHOLE
-        kind = "files" if evidence.files is not None else _SUMS if evidence.sums else "tensors"
+        # A statement of files is the only one with any, and lists come last.
+        kind = "files" if evidence.files is not None else evidence.attestations[-1].kind
         self.source, self.tensor_source = evidence.source(kind), evidence.source("tensors")
         self._evidence = evidence
         self._contents = contents
@@ -239,7 +274,7 @@ class Attested(Recorded):
                 of_masters = self._of_weights[name] is Format.DEEPSPEED
                 what = "fp32 weights, not copies with another dtype" if of_masters else "tensors"
                 return False, f"{self.tensor_source} covers only its {what}"
-            return False, f"is not covered by {self.source}"
+            return name in self._evidence.added, f"is not covered by {self.source}"
         if files.leaves_out(name):
             return False, f"is not covered by {self.source}, which excludes it"
         if files.scheme.shard_size is not None and self._contents.files[name].size == 0:

@@ -2,6 +2,7 @@
 ``--zero``.
 """
 
+import codecs
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -108,6 +109,8 @@ def parse_sums(data: bytes, where: str) -> Sums:
     """Return the checksums in the bytes of a list. Raises OperationError for two of one path that
     differ.
     """
+    # As editors on Windows put it before the first line.
+    data = data.removeprefix(codecs.BOM_UTF8)
     is_zero = b"\0" in data
     digests: dict[str, str] = {}
     unread = 0

@@ -78,8 +78,13 @@ class Trust(Struct, frozen=True, kw_only=True):
         return next(kind for kind, is_named in zip(_MATERIALS, named, strict=True) if is_named)
 
 
+OF_UPLOAD = "digests of the upload"
+"""Kind of the commit marker of an upload."""
+
+
 class Attestation(Serialized, Struct, frozen=True, kw_only=True):
-    """A file that says what a checkpoint holds. ``kind``: "files", "tensors" or "sha256sums".
+    """A file that says what a checkpoint holds. ``kind``: "files", "tensors", "sha256sums" or
+    ``OF_UPLOAD``.
 
     ``is_signed``: it has a signature. ``is_verified``: the signature is by whom it must be.
     ``signer``: in words. ``problem``: why it must not be relied on, "" where it may. ``notes``: of

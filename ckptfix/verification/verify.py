@@ -36,7 +36,14 @@ from ckptfix.storage.paths import JOURNAL, SIGNED, command, described, existing
 from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
-from ckptfix.verification.attested import Attested, Evidence, gather, own_folders, with_own_files
+from ckptfix.verification.attested import (
+    Attested,
+    Evidence,
+    from_upload,
+    gather,
+    own_folders,
+    with_own_files,
+)
 from ckptfix.verification.digests import compare
 from ckptfix.verification.download_digests import RecordedByHub, recorded_download
 from ckptfix.verification.sha256sums import find_sums
@@ -78,7 +85,8 @@ def verify(
     Signing has them, instead of the manifest; ``statements``: with statements whoever wrote them;
     ``sha256sums``: with lists of ``sha256sum``. Where the manifest has no digests, a list that is
     called SHA256SUMS is found in the folder or next to it. Without such a list, a folder that was
-    downloaded from the Hugging Face hub is compared with what its client recorded.
+    downloaded from the Hugging Face hub is compared with what its client recorded, and one that
+    ckptfix uploaded with the commit marker of its upload.
 
     Raises UsageError when there is no checkpoint, or for a key that is none, OperationError when a
     manifest or a statement cannot be understood or a file changed meanwhile, OSError when a folder
@@ -92,6 +100,7 @@ def verify(
     is_attested = bool(signatures or statements or sha256sums or trust)
     manifest = None if against is not None or is_attested else readable_manifest(target.root)
     hub: RecordedByHub | None = None
+    upload: Evidence | None = None
     if not is_attested and against is None and not has_digests(manifest):
         uncovered = uncovered_weights(contents)
         weights = {str(path) for one in contents.weights for path in one.files} | {*uncovered}
@@ -100,7 +109,10 @@ def verify(
         is_attested = bool(sha256sums)
         if found is None and (manifest is None or not manifest.is_of_a_save):
             hub = recorded_download(contents, target, uncovered)
-    evidence = gather(
+        if found is None and hub is None:
+            upload = from_upload(contents, manifest)
+            is_attested = upload is not None
+    evidence = upload or gather(
         target, signatures=signatures, statements=statements, sha256sums=sha256sums, trust=trust
     )
     if evidence.problems:

@@ -16,7 +16,7 @@ from ckptfix.diagnosis.values import ADVICE, ValueFinding
 from ckptfix.reports import Serialized
 from ckptfix.storage.files import AnyPath
 from ckptfix.storage.paths import SIGNED, command
-from ckptfix.verification.signatures import Attestation
+from ckptfix.verification.signatures import OF_UPLOAD, Attestation
 from ckptfix.wording import (
     Line,
     Printable,
@@ -410,6 +410,8 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         )
         yield line(f"next: get the differing files again from their source, then: {self.again}")
         kinds = {one.kind for one in self.statements}
+        if OF_UPLOAD in kinds:
+            yield line(f"or, if the change is intended: {command('seal', self.path)}")
         if "files" in kinds and not self.count(Kind.TENSOR)[Outcome.DIFFER]:
             yield line(
                 "or, if a repair or migrate changed the files: compare only the tensors with the "

@@ -63,8 +63,8 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(
     assert (
         lines[-2]
         == "not checked: values of tensors, checksums of tensor records in torch zip files, "
-        "whether all files belong to one save and none is missing, whether keys and shapes match "
-        "the script's model, 2 pairs of equal files in full; for details: ckptfix check -v -r "
+        "whether all files belong to one save and none is missing, whether tensors and "
+        "param groups match the script, 2 pairs of equal files in full; for details: ckptfix check -v -r "
         f"{runs}"
     )
     assert sum(line.startswith("not checked") for line in lines) == 1

@@ -510,8 +510,9 @@ def test_a_rank_that_is_stopped_ends_the_others_after_the_timeout(tmp_path: Path
     assert not (folder / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "launcher"), one_of([(rank, name) for rank in (0, 1) for name in LAUNCHERS])
+)
 def test_the_error_of_a_rank_is_the_first_thing_on_stderr(
     tmp_path: Path, rank: int, launcher: str
 ) -> None:
@@ -528,7 +529,7 @@ def test_the_error_of_a_rank_is_the_first_thing_on_stderr(
     assert not (folder / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", one_of(LAUNCHERS))
 def test_a_launcher_ends_the_ranks_that_one_was_killed_of(tmp_path: Path, launcher: str) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     strike = (1, 2, "kill", "torch", "seal", folder)
@@ -590,7 +591,7 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
 
 
 @pytest.mark.parametrize("how", ["late", "alike"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", one_of([0, 1]))
 def test_ranks_that_have_lost_each_other_go_to_no_further_checkpoint(
     tmp_path: Path, rank: int, how: str
 ) -> None:

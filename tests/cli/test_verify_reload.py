@@ -195,7 +195,7 @@ def test_a_failed_reload_ends_with_its_verdict_and_the_next_step(
     assert run([*arguments, "--html", str(page)]) == 1
     *_, verdict, step, report = capsys.readouterr().out.splitlines()
     assert verdict == "the reload is not proven: 1 failed line (values)"
-    assert step.startswith("next: resume from a checkpoint from before the values were lost")
+    assert step.startswith("next: resume from a checkpoint saved before the NaN or Inf appeared")
     assert report == f"page: {page}"
     text = Page(page.read_text(encoding="utf-8")).text
     assert verdict in text

@@ -32,3 +32,15 @@ def test_every_tensor_in_the_zero_end_of_a_file(tmp_path: Path) -> None:
     assert zero_ends(path, [TensorLocation("cut", 0, 4000)]) == {}, (
         "less than a page is no page that was lost"
     )
+
+
+def test_a_short_last_page_of_zeros(tmp_path: Path) -> None:
+    """28 of 961 values were lost with it, and nothing was said to be doubtful."""
+    path = tmp_path / "x"
+    places = [TensorLocation("cut", 4000, 4208)]
+    path.write_bytes(b"\1" * 4096 + bytes(112))
+    assert zero_ends(path, places) == {"cut": 112}
+    path.write_bytes(b"\1" * 4097 + bytes(111))
+    assert zero_ends(path, places) == {}
+    path.write_bytes(b"\1" * 4096 + bytes(32))
+    assert zero_ends(path, [TensorLocation("bias", 4096, 4128)]) == {}

@@ -61,7 +61,7 @@ def test_a_nan_in_a_weight_fails_and_names_the_first_module_whose_output_has_it(
     )
     assert report.verdict == "the reload is not proven: 2 failed lines (values, outputs)"
     (step,) = report.next_steps
-    assert step.startswith("resume from a checkpoint from before the values were lost")
+    assert step.startswith("resume from a checkpoint saved before the NaN or Inf appeared")
     assert str(report).splitlines()[-2:] == [report.verdict, f"next: {step}"]
 
 

@@ -10,7 +10,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import ckptfix
 from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.latest import Candidate, incomplete
 from ckptfix.checkpoint.neighbours import Siblings
-from ckptfix.cli import run
 from ckptfix.cli.runs import Runs
 from ckptfix.diagnosis import completeness
 from ckptfix.diagnosis.resumable import choose, examine
@@ -81,11 +80,8 @@ def documents(said: Said, *arguments: object, status: int) -> tuple[dict[str, An
 
 def found(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The code and the severity of each finding, but for notes about pickles of the Trainer."""
-    return [
-        (one["code"], one["severity"])
-        for one in document["findings"]
-        if one["code"] != "trainer-pickle"
-    ]
+    pairs = [(one["code"], one["severity"]) for one in document["findings"]]
+    return [pair for pair in pairs if pair[0] != "trainer-pickle"]
 
 
 def checked(said: Said, path: Path | str) -> list[tuple[str, str]]:
@@ -95,9 +91,13 @@ def checked(said: Said, path: Path | str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "files", [(), ("config.json",), ("config.json", "vocab.txt", "unet/config.json")]
+    ("family", "files"),
+    [
+        ("checkpoint-", ()),
+        ("checkpoint-", ("config.json", "vocab.txt", "unet/config.json")),
+        *((family, ("config.json",)) for family in ("checkpoint_", "step_", "epoch_")),
+    ],
 )
-@pytest.mark.parametrize("family", ["checkpoint-", "checkpoint_", "step_", "epoch_"])
 def test_the_newest_checkpoint_without_weights_is_an_interrupted_save(
     tmp_path: Path, family: str, files: tuple[str, ...], said: Said
 ) -> None:
@@ -213,12 +213,8 @@ def test_one_that_is_older_than_a_complete_one_is_a_note(tmp_path: Path, said: S
     assert checked(said, bare) == [("interrupted-save", "note")]
     assert said("check", bare)[0] == 0
     by_name, last = documents(said, "check", "-r", tmp_path, status=1)
-    assert last["summary"] == {
-        "checkpoints": 3,
-        "with warnings": 1,
-        "without weights": 1,
-        "clean": 1,
-    }
+    counts = {"checkpoints": 3, "with warnings": 1, "without weights": 1, "clean": 1}
+    assert last["summary"] == counts
     assert found(by_name["checkpoint-20"]) == [("interrupted-save", "warning")]
     shutil.rmtree(newer)
     _, out, _ = said("check", "-r", tmp_path)
@@ -257,12 +253,8 @@ def test_folders_of_pictures_and_of_finished_models_are_none(
     save(tmp_path / f"{family}5")
     pictures = leave(tmp_path / f"{family}6", "sample.png")
     for number in (1, 2):
-        leave(
-            tmp_path / "exports" / f"{family}{number}",
-            "model_index.json",
-            f"unet/{NESTED}",
-            "unet/config.json",
-        )
+        export = tmp_path / "exports" / f"{family}{number}"
+        leave(export, "model_index.json", f"unet/{NESTED}", "unet/config.json")
     by_name, last = documents(said, "check", "-r", tmp_path, status=0)
     assert sorted(by_name) == [f"{family}5", "unet"]
     assert last["summary"] == {"checkpoints": 3, "clean": 3}
@@ -426,17 +418,16 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
     """Complete by its headers, and load_state fails for all but a custom optimizer."""
     for number in (1, 2, 3):
         shutil.copytree(CLEAN, tmp_path / f"checkpoint_{number}")
-    torch.save({"moments": torch.ones(1)}, tmp_path / "checkpoint_3" / "optimizer.bin")
+    newest = tmp_path / "checkpoint_3"
+    torch.save({"moments": torch.ones(1)}, newest / "optimizer.bin")
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {tmp_path}/checkpoint_3, the newest candidate, but check found problems "
-        f"in it (see above); the newest one without problems: {tmp_path}/checkpoint_2"
+        f"resume from {newest}, the newest candidate, but check found problems in it (see above); "
+        f"the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
-    assert (
-        resume["checkpoint"] == str(tmp_path / "checkpoint_3") == str(latest_checkpoint(tmp_path))
-    )
+    assert resume["checkpoint"] == str(newest) == str(latest_checkpoint(tmp_path))
     assert resume["clean"] == str(tmp_path / "checkpoint_2")
 
 
@@ -576,12 +567,8 @@ def test_configs_alone_in_a_store(
         leave(tmp_path / "run" / f"checkpoint-{number}", "config.json")
     upload_folder(tmp_path / "run", url)
     _, last = documents(said, "check", "-r", url, status=3)
-    assert last["summary"] == {
-        "checkpoints": 4,
-        "not finished": 1,
-        "without weights": 1,
-        "clean": 2,
-    }
+    counts = {"checkpoints": 4, "not finished": 1, "without weights": 1, "clean": 2}
+    assert last["summary"] == counts
     monkeypatch.setattr(completeness, "SAVE_TIME", 0)
     for verb in (["check", "-r"], ["scrub", "--state", tmp_path / "state"]):
         by_name, last = documents(said, *verb, url, status=1)
@@ -620,22 +607,18 @@ def test_the_answer_costs_no_request(
 # A verb of one checkpoint that is given a run.
 
 
-@pytest.mark.parametrize(
-    ("verb", "arguments"),
-    [("seal", ()), ("verify", ()), ("repair", ()), ("salvage", ("NEW_FOLDER",))],
-)
+@pytest.mark.parametrize("verb", ["seal", "verify", "repair", "salvage"])
 def test_the_command_for_each_checkpoint_of_a_run_is_named(
-    tmp_path: Path, verb: str, arguments: Iterable[str], said: Said, url: str
+    tmp_path: Path, verb: str, said: Said, url: str
 ) -> None:
     for number in (5, 10):
         save(tmp_path / "run" / f"checkpoint-{number}")
     leave(tmp_path / "run" / "checkpoint-15")
     upload_folder(tmp_path / "run", url)
+    more, after = ([tmp_path / "new"], " NEW_FOLDER") if verb == "salvage" else ([], "")
     for place in (tmp_path / "run", url):
-        given = [tmp_path / "new"] if arguments else []
-        status, _, err = said(verb, place, *given)
+        status, _, err = said(verb, place, *more)
         assert status == 2
-        after = "".join(f" {word}" for word in arguments)
         assert err.rstrip().endswith(
             f"name the one that is a checkpoint; next: ckptfix {verb} {place}/checkpoint-5{after}; "
             f"ckptfix {verb} {place}/checkpoint-10{after}"
@@ -643,33 +626,27 @@ def test_the_command_for_each_checkpoint_of_a_run_is_named(
         assert not (tmp_path / "new").exists()
     for number in (20, 25, 30):
         save(tmp_path / "run" / f"checkpoint-{number}")
-    assert (
-        said(verb, tmp_path / "run", *([tmp_path / "new"] if arguments else []))[2]
-        .rstrip()
-        .endswith(f"/checkpoint-20{after}; and the same for 2 more checkpoints")
-    )
+    words = f"/checkpoint-20{after}; and the same for 2 more checkpoints"
+    assert said(verb, tmp_path / "run", *more)[2].rstrip().endswith(words)
 
 
-def test_undo_of_a_run_names_the_checkpoints_with_a_repair(
-    tmp_path: Path, said: Said, url: str
-) -> None:
+def test_undo_of_a_run_names_the_checkpoints_with_a_repair(tmp_path: Path, said: Said) -> None:
+    run_folder = tmp_path / "run"
     for number in (1, 2, 3):
-        shutil.copytree(DOUBLED, tmp_path / "run" / f"checkpoint_{number}")
-    none = f"ckptfix: {tmp_path}/run: there is no repair to undo\n"
-    assert said("undo", tmp_path / "run") == (2, "", none)
+        shutil.copytree(DOUBLED, run_folder / f"checkpoint_{number}")
+    none = f"ckptfix: {run_folder}: there is no repair to undo\n"
+    assert said("undo", run_folder) == (2, "", none)
     for number in (1, 3):
-        assert run(["repair", str(tmp_path / "run" / f"checkpoint_{number}")]) == 0
-    status, _, err = said("undo", tmp_path / "run")
+        assert said("repair", run_folder / f"checkpoint_{number}")[0] == 0
+    status, _, err = said("undo", run_folder)
     assert status == 2
-    assert (
-        err
-        == f"ckptfix: {tmp_path}/run: there is no repair to undo in this folder, only in folders "
-        f"below it; next: ckptfix undo {tmp_path}/run/checkpoint_1; ckptfix undo "
-        f"{tmp_path}/run/checkpoint_3\n"
+    assert err == (
+        f"ckptfix: {run_folder}: there is no repair to undo in this folder, only in folders below "
+        f"it; next: ckptfix undo {run_folder}/checkpoint_1; ckptfix undo {run_folder}/checkpoint_3\n"
     )
     for number in (1, 3):
-        assert said("undo", tmp_path / "run" / f"checkpoint_{number}")[0] == 0
-    assert said("undo", tmp_path / "run")[2] == none
+        assert said("undo", run_folder / f"checkpoint_{number}")[0] == 0
+    assert said("undo", run_folder)[2] == none
 
 
 def test_what_one_checkpoint_alone_holds_is_said_of_it(tmp_path: Path, said: Said) -> None:

@@ -8,30 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check, latest_checkpoint
 from ckptfix.diagnosis.check import resume_problem
+from tests.diagnosis.builders import new_accelerator, problems, small_unet
 from tests.stores.servers import upload_folder
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def unet() -> Any:
-    kind: Any = diffusers.UNet2DModel
-    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    sizes = {
-        "sample_size": 8,
-        "block_out_channels": (4,),
-        "norm_num_groups": 2,
-        "layers_per_block": 1,
-    }
-    return kind(add_attention=False, **blocks, **sizes)
 
 
 class Run:
@@ -40,12 +26,10 @@ class Run:
     """
 
     def __init__(self, *folders: str, **options: Any) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        self.accelerator = new_accelerator()
         torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True)
         self.folders, self.options = folders, options
-        model = unet()
+        model = small_unet()
         optimizer = torch.optim.AdamW(model.parameters())
         self.accelerator.prepare(model, optimizer)
         self.accelerator.register_save_state_pre_hook(self._save)
@@ -70,12 +54,6 @@ KINDS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("controlnet",), {"safe_serialization": False}),
     (("unet",), {"max_shard_size": "5KB"}),
 ]
-
-
-def problems(folder: Path | str) -> list[str]:
-    return [
-        str(finding) for finding in check(folder).all_findings if finding.severity.value != "note"
-    ]
 
 
 @pytest.mark.parametrize(("folders", "options"), KINDS)
@@ -177,7 +155,7 @@ def test_other_weights_in_a_sub_folder_need_no_config(
 
 def test_weights_of_diffusers_alone_need_no_config(tmp_path: Path) -> None:
     """As many people store them, for a loader that takes a single file."""
-    unet().save_pretrained(tmp_path / "models/unet")
+    small_unet().save_pretrained(tmp_path / "models/unet")
     (tmp_path / "models/unet/config.json").unlink()
     assert problems(tmp_path / "models/unet") == []
     shutil.copytree(tmp_path / "models/unet", tmp_path / "models/second")

@@ -101,18 +101,12 @@ def chunk(offset: int, length: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([offset, 0]), torch.Size([length, 5]))
 
 
-@pytest.mark.parametrize(
-    ("chunks", "words"),
-    [
-        ([chunk(0, 2)], "10 of its 20 elements are not in any chunk"),
-        ([chunk(0, 2), chunk(1, 3)], "overlap"),
-        (
-            [chunk(0, 2), chunk(1, 1)],
-            "overlap, and at least 6 of its 20 elements are not in any chunk",
-        ),
-        ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "is not stored in any file"),
-    ],
-)
+@pytest.mark.parametrize(("chunks", "words"), [
+    ([chunk(0, 2)], "10 of its 20 elements are not in any chunk"),
+    ([chunk(0, 2), chunk(1, 3)], "overlap"),
+    ([chunk(0, 2), chunk(1, 1)], "overlap, and at least 6 of its 20 elements are not in any chunk"),
+    ([chunk(0, 2), chunk(2, 1), chunk(3, 1)], "is not stored in any file"),
+])  # fmt: skip
 def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path, chunks: list[Any], words: str) -> None:
     folder = clean(tmp_path)
 
@@ -151,22 +145,19 @@ def test_metadata_of_each_rank_is_not_read_and_no_damage(tmp_path: Path) -> None
     assert any("__0.metadata" in words for words in report.not_checked)
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b"", "not-a-tensor-file"),
-        (bytes(4000), "not-a-tensor-file"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
-            "not-a-tensor-file",
-        ),
-        (b"\x80\x04}.", "malformed-file"),
-        (pickle.dumps(golden_dcp.SystemCall()), "unsafe-pickle"),
-    ],
-    ids=["empty", "zeros", "lfs", "dict", "call"],
-)
-def test_metadata_that_is_something_else(tmp_path: Path, content: bytes, code: str) -> None:
+CONTENTS = {
+    "empty": (b"", "not-a-tensor-file"),
+    "zeros": (bytes(4000), "not-a-tensor-file"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "not-a-tensor-file"),
+    "dict": (b"\x80\x04}.", "malformed-file"),
+    "call": (pickle.dumps(golden_dcp.SystemCall()), "unsafe-pickle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_metadata_that_is_something_else(tmp_path: Path, kind: str) -> None:
     folder = clean(tmp_path)
+    content, code = CONTENTS[kind]
     (folder / MODEL / ".metadata").write_bytes(content)
     assert code in codes(folder)
     assert check(folder).status == 1
@@ -194,15 +185,8 @@ def test_a_bytes_item_that_would_run_code(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.system, (f"touch {marker}",)
 
-    save(
-        tmp_path / OPTIMIZER,
-        {
-            "optimizer": {
-                "state": {},
-                "param_groups": [{"params": ["module.module.w"], "lr": Call()}],
-            }
-        },
-    )
+    groups = [{"params": ["module.module.w"], "lr": Call()}]
+    save(tmp_path / OPTIMIZER, {"optimizer": {"state": {}, "param_groups": groups}})
     save(tmp_path / MODEL, {"model": {"module.module.w": torch.zeros(2)}})
     marker.unlink(missing_ok=True)
     found = check(tmp_path).findings
@@ -295,10 +279,8 @@ def test_a_resume_finds_moments_by_key_and_the_parameters_of_a_group_by_position
     with catch_warnings(), nullcontext() if loads else pytest.raises(CheckpointException):
         simplefilter("ignore")
         dcp.load(wanted, checkpoint_id=tmp_path / OPTIMIZER)
-    (finding,) = {
-        finding.resume for finding in check(tmp_path).findings if finding.code == "mismatched-names"
-    }
-    assert (finding is Resume.SUCCEEDS) == loads
+    found = [one for one in check(tmp_path).findings if one.code == "mismatched-names"]
+    assert {one.resume is Resume.SUCCEEDS for one in found} == {loads}
 
 
 def test_a_script_may_give_its_folders_the_names_of_accelerate(tmp_path: Path) -> None:
@@ -339,9 +321,8 @@ def test_linked_files_are_replaced_and_their_targets_stay(tmp_path: Path) -> Non
 def test_a_double_with_a_file_of_somebody_is_not_dropped(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-doubled")
     (folder / "pytorch_model_fsdp_1" / "README.md").write_text("mine")
-    stays(
-        folder, "which its .metadata does not list", Policy(allow=frozenset({"identical-models"}))
-    )
+    policy = Policy(allow=frozenset({"identical-models"}))
+    stays(folder, "which its .metadata does not list", policy)
 
 
 def test_a_short_double_is_no_double(tmp_path: Path) -> None:

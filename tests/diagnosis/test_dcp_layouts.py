@@ -97,24 +97,15 @@ def test_options_and_nested_states_keep_their_keys(tmp_path: Path) -> None:
     content = loaded(tmp_path / "all")
     new = [name.replace("module.module.", "module.", 1) for name in names]
     assert set(content["model"]) == set(new)
-    assert set(content["optim"]) == {
-        begin + name + end
-        for name in new
-        for begin, end in (
-            ("state.", ".precond.module.0"),
-            ("state.", ".exp_avg"),
-            ("param_groups.", ".lr"),
-        )
-    }
+    ends = (("state.", ".precond.module.0"), ("state.", ".exp_avg"), ("param_groups.", ".lr"))
+    assert set(content["optim"]) == {begin + name + end for name in new for begin, end in ends}
 
 
 @pytest.mark.parametrize("keys", Keys)
 def test_a_manifest_follows_every_model(tmp_path: Path, keys: Keys) -> None:
     state = Run(2).train().state()
-    save(
-        tmp_path / "all",
-        {"student": state["model"], "teacher": state["teacher"], "optim": state["optim"]},
-    )
+    models = {"student": state["model"], "teacher": state["teacher"]}
+    save(tmp_path / "all", {**models, "optim": state["optim"]})
     folder = tmp_path / "all"
     seal(folder, force=True)
     assert repair(folder, policy=renaming(keys)).status == 0
@@ -194,11 +185,8 @@ def test_groups_that_hold_more_than_lists_of_names_are_refused(
     save(tmp_path / "all", {"model": TWO, "optimizer": state})
     before = snapshot(tmp_path)
     receipt = repair(tmp_path)
-    reason = (
-        "creates an object of class pathlib"
-        if where == "object"
-        else "would still contain the old key"
-    )
+    of_object = "creates an object of class pathlib"
+    reason = of_object if where == "object" else "would still contain the old key"
     assert any(reason in one.reason for one in receipt.unplanned), receipt.unplanned
     assert snapshot(tmp_path) == before
 

@@ -4,22 +4,20 @@ parameters.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
 from torch import nn
 
 from ckptfix import check, latest_checkpoint
+from tests.diagnosis.builders import new_accelerator
 
 
 def saves(root: Path, numbers: tuple[int, ...], sizes: tuple[int, int] = (3, 5)) -> list[Path]:
     """Save two networks and a loss without parameters."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     models = [nn.Linear(4, size) for size in sizes]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     accelerator.prepare(*models, nn.MSELoss(), *optimizers)
@@ -84,10 +82,8 @@ class Sparse(nn.Module):  # type: ignore[misc]
                 self.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, number)))
 
 
-def _prepared(kinds: tuple[str, ...]) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+def _prepared(kinds: tuple[str, ...]) -> Any:
+    accelerator = new_accelerator()
     model = Sparse(*kinds)
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
@@ -99,13 +95,7 @@ def _prepared(kinds: tuple[str, ...]) -> Accelerator:
 @pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize(
     "kinds",
-    [
-        ("buffer",),
-        ("parameter",),
-        ("buffer", "buffer"),
-        ("parameter", "buffer"),
-        ("parameter",) * 3,
-    ],
+    [("buffer",), ("parameter",), ("buffer",) * 2, ("parameter", "buffer"), ("parameter",) * 3],
 )
 def test_accelerate_keeps_one_tensor_without_elements(
     tmp_path: Path, kinds: tuple[str, ...], is_safe: bool

@@ -31,8 +31,8 @@ def clear(path: Path) -> None:
     torch.save({**state, "state": {}}, path)
 
 
-# The states of Muon and LBFGS are not needed, and old files of them look alike.
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("muon", "lbfgs")])
+# The states of Muon are not needed, and old files of it look alike.
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "muon"])
 def test_an_earlier_checkpoint_shows_that_the_moments_are_lost(tmp_path: Path, name: str) -> None:
     build, make = RUNS[name]
     model = build()
@@ -124,7 +124,7 @@ def test_an_earlier_dcp_folder_shows_that_the_moments_are_lost(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor of transformers"])
 def test_healthy_dcp_folders_have_no_such_finding(tmp_path: Path, name: str) -> None:
     """get_optimizer_state_dict makes states for an optimizer without a step, and a plain
     state_dict() has none.
@@ -145,115 +145,6 @@ def test_healthy_dcp_folders_have_no_such_finding(tmp_path: Path, name: str) -> 
         )
     for root in tmp_path.glob("*/step_*"):
         assert told(root) == []
-
-
-def bundle(path: Path, model: Any, optimizer: Any, **more: Any) -> None:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
-
-
-def clear_inside(path: Path) -> None:
-    content = torch.load(path, weights_only=False)
-    content["optimizer"]["state"] = {}
-    torch.save(content, path)
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("muon", "lbfgs")])
-def test_an_earlier_file_with_the_model_shows_that_the_moments_are_lost(
-    tmp_path: Path, name: str
-) -> None:
-    build, make = RUNS[name]
-    model = build()
-    optimizer = make(model)
-    for number in (8, 9, 10):
-        bundle(tmp_path / f"epoch={number}-step={100 * number}.ckpt", model, optimizer)
-        run(model, optimizer, 1)
-    begin, middle, last = (
-        tmp_path / f"epoch={number}-step={100 * number}.ckpt" for number in (8, 9, 10)
-    )
-    assert told(tmp_path) == []
-    keeps = bool(torch.load(last, weights_only=False)["optimizer"]["state"])
-    clear_inside(last)
-    count = len(list(model.parameters()))
-    words = (
-        f"optimizer: none of {count} parameter{'s' * (count > 1)} has moments, but the earlier "
-        f"{middle.name} has them"
-    )
-    assert told(tmp_path) == ([f"{last.name}: {words}"] if keeps else [])
-    assert check(tmp_path).status == int(keeps)
-    begin.rename(tmp_path / "epoch=11-step=1100.ckpt")
-    middle.unlink()
-    assert told(tmp_path) == [], "a later file shows nothing"
-
-
-def two_files(root: Path, first: str, second: str) -> tuple[int, list[str]]:
-    """Save a trained and a new model under two names, and return the verdict on both."""
-    model = nn.Linear(6, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    bundle(root / second, model, optimizer)
-    run(model, optimizer, 1)
-    bundle(root / first, model, optimizer)
-    return check(root).status, told(root)
-
-
-OF_OTHER_RUNS = [
-    ("client_1.pt", "client_2.pt"),
-    ("fold_1.pt", "fold_2.pt"),
-    ("stage1.pt", "stage2.pt"),
-    ("seed1_best.pt", "seed2_best.pt"),
-    ("run1_epoch0.pt", "run2_epoch1.pt"),
-    ("model_1.pth", "model_2.pth"),
-]
-
-
-@pytest.mark.parametrize(("first", "second"), OF_OTHER_RUNS)
-def test_a_file_of_another_run_is_a_note(tmp_path: Path, first: str, second: str) -> None:
-    assert two_files(tmp_path, first, second) == (
-        0,
-        [f"{second}: optimizer: none of 2 parameters has moments, but {first} has them"],
-    )
-
-
-OF_ONE_RUN = [
-    ("checkpoint_1.pt", "checkpoint_2.pt"),
-    ("ckpt-9.pt", "ckpt-10.pt"),
-    ("epoch=1-step=120.ckpt", "epoch=2-step=240.ckpt"),
-    ("run2_epoch0.pt", "run2_epoch1.pt"),
-    ("model_iter_100.pth", "model_iter_200.pth"),
-    ("global_step9.pt", "global_step10.pt"),
-    ("100.pt", "200.pt"),
-]
-
-
-@pytest.mark.parametrize(("first", "second"), OF_ONE_RUN)
-def test_an_earlier_file_of_the_run_is_a_warning(tmp_path: Path, first: str, second: str) -> None:
-    assert two_files(tmp_path, first, second) == (
-        1,
-        [
-            (
-                f"{second}: optimizer: none of 2 parameters has moments, but the earlier {first} has "
-                "them"
-            )
-        ],
-    )
-
-
-@pytest.mark.parametrize("key", ["scheduler", "lr_schedulers"])
-def test_a_scheduler_in_the_file_that_moved_is_a_note(tmp_path: Path, key: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    path = tmp_path / "last.pt"
-    for moved in (0, 3):
-        for _ in range(moved):
-            optimizer.step()
-            scheduler.step()
-        state = scheduler.state_dict()
-        bundle(path, model, optimizer, **{key: [state] if key == "lr_schedulers" else state})
-        expected = [
-            "last.pt: optimizer: none of 2 parameters has moments, but its scheduler took 3 steps"
-        ]
-        assert told(path) == (expected if moved else [])
-        assert check(path).status == 0
 
 
 def test_a_later_checkpoint_shows_nothing(tmp_path: Path) -> None:
@@ -323,41 +214,3 @@ def test_steps_of_the_trainer_that_fp16_skipped_are_a_note(
         assert torch.load(root / "optimizer.pt", weights_only=True)["state"] == {}
         assert len(told(root)) == 1
         assert check(root).status == 0
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optim", ["adamw_torch", "adagrad", "rmsprop", "sgd"])
-def test_an_optimizer_with_states_that_counts_no_step_of_the_trainer_is_told(
-    optim: str, tmp_path: Path
-) -> None:
-    """Each file was intact, and a resume took it: the first updates have another size than those of
-    step 25.
-    """
-    options = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
-    trainer = trainer_in(tmp_path, optim=optim, **options)
-    trainer.args.max_steps = trainer.args.save_steps = 25
-    trainer.train()
-    root = tmp_path / "checkpoint-25"
-
-    def mixed() -> list[tuple[str, str]]:
-        report = check(root)
-        return [
-            (one.severity.value, str(one)) for one in report.findings if one.code == "mixed-saves"
-        ]
-
-    assert mixed() == []
-    state = torch.load(root / "optimizer.pt", weights_only=True)
-    assert state["state"]
-    for states in state["state"].values():
-        if "step" in states:
-            states["step"] = torch.zeros_like(states["step"])
-    torch.save(state, root / "optimizer.pt")
-    words = "optimizer.pt: 0 steps (expected 25, as in trainer_state.json)"
-    assert mixed() == ([("warning", words)] if optim != "sgd" else [])
-    schedule = torch.load(root / "scheduler.pt", weights_only=True)
-    torch.save({**schedule, "last_epoch": 0, "_step_count": 1}, root / "scheduler.pt")
-    assert ("note", words) in mixed() or optim == "sgd"
-    # A resume of few steps, of which fp16 may have skipped each.
-    progress = json.loads((root / "trainer_state.json").read_text())
-    (root / "trainer_state.json").write_text(json.dumps({**progress, "global_step": 16}))
-    assert words not in [told for _, told in mixed()]

@@ -88,43 +88,30 @@ def test_other_values_in_two_families_are_a_warning(
     assert check(tmp_path, data=data).status == int(pair[0].startswith("adapter_model"))
 
 
+ONE = "model.safetensors"
 HEALTHY: dict[str, dict[str, Tensors]] = {
-    "a variant": {"model.safetensors": values(0), "model.fp16.safetensors": values(1)},
-    "a variant in the other format": {
-        "model.safetensors": values(0),
-        "pytorch_model.fp16.bin": values(1),
-    },
-    "weights before an EMA": {
-        "diffusion_pytorch_model.safetensors": values(0),
-        "diffusion_pytorch_model.non_ema.safetensors": values(1),
-    },
-    "a variant in shards": {
-        "model.safetensors.index.json": values(0),
-        "model.safetensors.index.fp16.json": values(1),
-    },
-    "consolidated": {
-        "model.safetensors.index.json": values(0),
-        "consolidated.safetensors": values(1),
-    },
-    "consolidated in a folder": {
-        "model.safetensors": values(0),
-        "original/consolidated.00.pth": values(1),
-    },
-    "an index and its shards": {"model.safetensors.index.json": values(0)},
-    "an adapter": {"model.safetensors": values(0), "adapter_model.safetensors": values(1)},
-    "an adapter in the other format": {
-        "model.safetensors": values(0),
-        "adapter_model.bin": values(1),
-    },
-    "another model": {"model.safetensors": values(0), "pytorch_model_1.bin": values(1)},
-    "names of a script": {
-        "w.safetensors": values(0),
-        "w.bin": values(1),
-        "model.pt": values(2, "c.weight"),
-    },
-    "a full save of FSDP": {"model.safetensors": values(0), "pytorch_model_fsdp.bin": values(1)},
-    "names that no loader tries": {"model.safetensors": values(0), "model.bin": values(1)},
-}
+    name: {file: values(number) for number, file in enumerate(files)}
+    for name, files in {
+        "a variant": (ONE, "model.fp16.safetensors"),
+        "a variant in the other format": (ONE, "pytorch_model.fp16.bin"),
+        "weights before an EMA": (
+            "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.non_ema.safetensors",
+        ),
+        "a variant in shards": (
+            "model.safetensors.index.json", "model.safetensors.index.fp16.json",
+        ),
+        "consolidated": ("model.safetensors.index.json", "consolidated.safetensors"),
+        "consolidated in a folder": (ONE, "original/consolidated.00.pth"),
+        "an index and its shards": ("model.safetensors.index.json",),
+        "an adapter": (ONE, "adapter_model.safetensors"),
+        "an adapter in the other format": (ONE, "adapter_model.bin"),
+        "another model": (ONE, "pytorch_model_1.bin"),
+        "names of a script": ("w.safetensors", "w.bin"),
+        "a full save of FSDP": (ONE, "pytorch_model_fsdp.bin"),
+        "names that no loader tries": (ONE, "model.bin"),
+    }.items()
+}  # fmt: skip
+HEALTHY["names of a script"]["model.pt"] = values(2, "c.weight")
 """What a folder holds in which no loader chooses."""
 
 
@@ -153,18 +140,16 @@ def test_optimizers_and_single_files_are_not_compared(tmp_path: Path) -> None:
 def test_tied_weights_that_safetensors_leaves_out(
     tmp_path: Path, is_shared: bool, is_kept: str
 ) -> None:
-    embedding = torch.randn(5, 3)
-    tied = {
-        "embed.weight": embedding,
-        "head.weight": embedding if is_shared else embedding.clone(),
-    }
+    def again(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if is_shared else tensor.clone()
+
+    embedding, bias = torch.randn(5, 3), torch.randn(3)
+    tied = {"embed.weight": embedding, "head.weight": again(embedding)}
     # As in BERT, whose decoder has the bias of its head; with more tensors of that shape than are
     # compared.
-    bias = torch.randn(3)
-    tied["decoder.bias"] = bias if is_shared else bias.clone()
-    norm = {f"norm.{number}": torch.ones(3) for number in range(20 if is_shared else 9)} | {
-        "bias": bias
-    }
+    tied["decoder.bias"] = again(bias)
+    norm = {f"norm.{number}": torch.ones(3) for number in range(20 if is_shared else 9)}
+    norm["bias"] = bias
     write(tmp_path / "pytorch_model.bin", {**tied, **norm})
     write(tmp_path / "model.safetensors", {is_kept: embedding, **norm})
     (note,) = families(tmp_path)
@@ -203,17 +188,25 @@ def test_a_family_that_lacks_many_keys_and_is_loaded_is_a_warning(
     write(tmp_path / large, values(0))
     (finding,) = families(tmp_path)
     assert isinstance(finding, SecondFamily)
-    takes_small = [loader for loader, path in finding.loads.items() if str(path) == small]
-    assert finding.severity.value == ("warning" if takes_small else "note")
+    assert finding.severity.value == (
+        "warning" if small in map(str, finding.loads.values()) else "note"
+    )
     for loader, path in finding.loads.items():
-        root = tmp_path / "copy"
-        shutil.copytree(tmp_path, root, ignore=shutil.ignore_patterns("copy"))
         try:
-            is_loaded = REAL[loader](root) == 0
+            is_loaded = taken(loader, tmp_path) == 0
         except RuntimeError:  # load_state loads strictly
             is_loaded = False
         assert is_loaded is (str(path) == large), loader
-        shutil.rmtree(root)
+
+
+def taken(loader: str, root: Path) -> float:
+    """Return what a loader takes of a copy of a folder, which some loaders write into."""
+    copy = root / "copy"
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("copy"))
+    try:
+        return REAL[loader](copy)
+    finally:
+        shutil.rmtree(copy)
 
 
 def test_a_few_keys_that_library_versions_differ_in_are_a_note(tmp_path: Path) -> None:
@@ -276,18 +269,14 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     error, note = check(tmp_path).findings
-    assert (error.code, note.severity.value, note.code) == (
-        "truncated-file",
-        "note",
-        "second-family",
-    )
-    assert (
-        str(note)
-        == "model.safetensors: damaged, so not compared with pytorch_model.bin; load_state and "
+    assert error.code == "truncated-file"
+    assert (note.severity.value, note.code) == ("note", "second-family")
+    assert str(note) == (
+        "model.safetensors: damaged, so not compared with pytorch_model.bin; load_state and "
         "transformers load model.safetensors, load_checkpoint_in_model loads pytorch_model.bin"
     )
-    assert (
-        note.advice == "if pytorch_model.bin is the save that you want: ckptfix repair DIR --keep "
+    assert note.advice == (
+        "if pytorch_model.bin is the save that you want: ckptfix repair DIR --keep "
         "pytorch_model.bin"
     )
     assert REAL["load_checkpoint_in_model"](tmp_path) == 1
@@ -392,7 +381,4 @@ def test_each_loader_takes_the_file_that_the_warning_names(
     assert isinstance(finding, StaleFamily)
     assert finding.loads
     for loader, path in finding.loads.items():
-        root = tmp_path / "copy"
-        shutil.copytree(tmp_path, root, ignore=shutil.ignore_patterns("copy"))
-        assert REAL[loader](root) == pair.index(str(path)), (loader, path)
-        shutil.rmtree(root)
+        assert taken(loader, tmp_path) == pair.index(str(path)), (loader, path)

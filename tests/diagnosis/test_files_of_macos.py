@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptfix import check, latest_checkpoint
 from tests.commanding import Said, said
+from tests.diagnosis.builders import new_accelerator, small_unet
 from tests.tensors.parts_making import loaded, save_part
 
 __all__ = ["said"]
@@ -37,9 +36,7 @@ def copied(root: Path) -> None:
 
 
 def of_save_state(root: Path) -> Callable[[], object]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     accelerator.prepare(torch.optim.AdamW(model.parameters()))
     accelerator.save_state(str(root))
@@ -47,15 +44,9 @@ def of_save_state(root: Path) -> Callable[[], object]:
 
 
 def of_pipeline(root: Path) -> Callable[[], object]:
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        norm_num_groups=4,
+    diffusers.DDPMPipeline(unet=small_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(
+        root
     )
-    diffusers.DDPMPipeline(unet=unet, scheduler=diffusers.DDPMScheduler()).save_pretrained(root)
     return lambda: diffusers.DDPMPipeline.from_pretrained(root)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix import check
 from ckptfix.errors import UsageError
+from tests.diagnosis.builders import problems
 
 TENSORS = {"pooler.dense.weight": torch.ones(3, 2), "pooler.dense.bias": torch.zeros(3)}
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "transformers_version": "5.23.0"}
@@ -34,100 +34,71 @@ Content = Mapping[str, Any] | bytes | str | None
 SAVE_STATE = Path("fixtures/accelerate-1.15.0/clean-single-process/checkpoint")
 SAVED = ("optimizer.bin", "random_states_0.pkl")
 
+HDF, ONNX = b"\x89HDF\r\n\x1a\n" + bytes(90), b"\x08\x07\x12\x07pytorch" + bytes(90)
+GGUF = b"GGUF" + bytes(90)
+MODEL: dict[str, Content] = {"config.json": BERT, "model.safetensors": None}
+IN_SHARDS: dict[str, Content] = {
+    "config.json": BERT, "model.safetensors.index.json": INDEX, **dict.fromkeys(SHARDS),
+}  # fmt: skip
+ADAPTER: dict[str, Content] = {"adapter_config.json": LORA, "adapter_model.safetensors": None}
+CONTROLNET: dict[str, Content] = {
+    "config.json": UNET, "diffusion_pytorch_model.safetensors": None,
+}  # fmt: skip
+
+
+def below(folder: str, files: Mapping[str, Content]) -> dict[str, Content]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
 FOLDERS: dict[str, dict[str, Content]] = {
-    "transformers": {"config.json": BERT, "model.safetensors": None, "tokenizer.json": {}},
-    "transformers, in shards": {
-        "config.json": BERT,
-        SHARDS[0]: None,
-        SHARDS[1]: None,
-        "model.safetensors.index.json": INDEX,
-    },
+    "transformers": {**MODEL, "tokenizer.json": {}},
+    "transformers, in shards": IN_SHARDS,
     "weights of every framework": {
-        "config.json": BERT,
-        "model.safetensors": None,
-        "pytorch_model.bin": None,
-        "tf_model.h5": b"\x89HDF\r\n\x1a\n" + bytes(90),
+        **MODEL, "pytorch_model.bin": None, "tf_model.h5": HDF,
         "flax_model.msgpack": b"\x81\xa5layer" + bytes(90),
         "rust_model.ot": b"PK\x03\x04" + bytes(90),
     },
-    "weights of TensorFlow alone": {
-        "config.json": BERT,
-        "tf_model.h5": b"\x89HDF\r\n\x1a\n" + bytes(90),
-    },
+    "weights of TensorFlow alone": {"config.json": BERT, "tf_model.h5": HDF},
     "a variant": {"config.json": BERT, "model.fp16.safetensors": None},
     "sentence-transformers": {
-        "config.json": BERT,
-        "modules.json": "[]",
-        "config_sentence_transformers.json": {},
+        **MODEL, "modules.json": "[]", "config_sentence_transformers.json": {},
         "sentence_bert_config.json": {},
-        "model.safetensors": None,
         "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
-        "2_Dense/config.json": {"in_features": 2},
-        "2_Dense/model.safetensors": None,
-        "onnx/model.onnx": b"\x08\x07\x12\x07pytorch" + bytes(90),
+        "2_Dense/config.json": {"in_features": 2}, "2_Dense/model.safetensors": None,
+        "onnx/model.onnx": ONNX,
         "openvino/openvino_model.bin": np.arange(99, dtype=np.uint8).tobytes(),
     },
-    "GGUF next to safetensors": {
-        "config.json": BERT,
-        "model.safetensors": None,
-        "model-Q4_K_M.gguf": b"GGUF" + bytes(90),
-    },
-    "GGUF alone": {"config.json": BERT, "model-Q8_0.gguf": b"GGUF" + bytes(90)},
+    "GGUF next to safetensors": {**MODEL, "model-Q4_K_M.gguf": GGUF},
+    "GGUF alone": {"config.json": BERT, "model-Q8_0.gguf": GGUF},
     "ONNX of transformers.js": {
-        "config.json": BERT,
-        "onnx/model.onnx": b"\x08\x07\x12\x07pytorch" + bytes(90),
-        "onnx/model_quantized.onnx": b"\x08\x07\x12\x07pytorch" + bytes(90),
+        "config.json": BERT, "onnx/model.onnx": ONNX, "onnx/model_quantized.onnx": ONNX,
     },
     "OpenVINO": {
-        "config.json": BERT,
-        "openvino_model.xml": "<net/>",
+        "config.json": BERT, "openvino_model.xml": "<net/>",
         "openvino_model.bin": np.arange(1, 99, dtype=np.uint8).tobytes(),
     },
     "GPTQ": {
-        "config.json": BERT,
-        "quantize_config.json": {},
-        "gptq_model-4bit-128g.safetensors": None,
+        "config.json": BERT, "quantize_config.json": {}, "gptq_model-4bit-128g.safetensors": None,
     },
     "exllama": {"config.json": BERT, "output.safetensors": None},
     "MLX": {"config.json": BERT, "weights.00.safetensors": None, "weights.01.safetensors": None},
     "vLLM's sharded state": {
         "config.json": BERT,
-        "model-rank-0-part-0.safetensors": None,
-        "model-rank-1-part-0.safetensors": None,
+        **{f"model-rank-{rank}-part-0.safetensors": None for rank in range(2)},
     },
     "Mistral": {"params.json": {}, "consolidated.safetensors": None, "tekken.json": {}},
     "Mistral, for transformers too": {
-        "config.json": BERT,
-        "params.json": {},
-        "consolidated.safetensors": None,
-        SHARDS[0]: None,
-        SHARDS[1]: None,
-        "model.safetensors.index.json": INDEX,
+        **IN_SHARDS, "params.json": {}, "consolidated.safetensors": None,
     },
     "Llama with original weights": {
-        "config.json": BERT,
-        "model.safetensors": None,
-        "original/consolidated.00.pth": None,
-        "original/params.json": {},
+        **MODEL, "original/consolidated.00.pth": None, "original/params.json": {},
         "original/tokenizer.model": "bytes",
     },
-    "a reward model of TRL": {
-        "config.json": BERT,
-        "model.safetensors": None,
-        "value_head.safetensors": None,
-    },
-    "an adapter": {"adapter_config.json": LORA, "adapter_model.safetensors": None},
-    "several adapters": {
-        f"{name}/{file}": content
-        for name in ("default", "second")
-        for file, content in (("adapter_config.json", LORA), ("adapter_model.safetensors", None))
-    },
+    "a reward model of TRL": {**MODEL, "value_head.safetensors": None},
+    "an adapter": ADAPTER,
+    "several adapters": {**below("default", ADAPTER), **below("second", ADAPTER)},
     "an adapter with a value head": {
-        "adapter_config.json": LORA,
-        "adapter_model.safetensors": None,
-        "v_head.bin": None,
-        "reference/adapter_config.json": LORA,
-        "reference/adapter_model.safetensors": None,
+        **ADAPTER, "v_head.bin": None, **below("reference", ADAPTER),
     },
     "a LoRA of kohya": {"my_style.safetensors": None, "my_style-000002.safetensors": None},
     "a LoRA of diffusers": {"pytorch_lora_weights.safetensors": None, "README.md": "x"},
@@ -136,25 +107,18 @@ FOLDERS: dict[str, dict[str, Content]] = {
     "open_clip": {"open_clip_config.json": {}, "open_clip_model.safetensors": None},
     "a pipeline of diffusers": {
         "model_index.json": {
-            "_class_name": "StableDiffusionPipeline",
-            "unet": ["diffusers", "UNet2DModel"],
+            "_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DModel"],
             "text_encoder": ["transformers", "BertModel"],
-            "scheduler": ["diffusers", "DDPMScheduler"],
-            "safety_checker": [None, None],
+            "scheduler": ["diffusers", "DDPMScheduler"], "safety_checker": [None, None],
         },
-        "unet/config.json": UNET,
-        "unet/diffusion_pytorch_model.safetensors": None,
-        "unet/diffusion_pytorch_model.fp16.safetensors": None,
-        "text_encoder/config.json": BERT,
-        "text_encoder/model.safetensors": None,
+        **below("unet", CONTROLNET), "unet/diffusion_pytorch_model.fp16.safetensors": None,
+        **below("text_encoder", MODEL),
         "scheduler/scheduler_config.json": {"_class_name": "DDPMScheduler"},
         "v1-5-pruned.ckpt": None,
     },
-    "ControlNet": {"config.json": UNET, "diffusion_pytorch_model.safetensors": None},
+    "ControlNet": CONTROLNET,
     "a checkpoint of ControlNet's training": {
-        "random_states_0.pkl": None,
-        "controlnet/config.json": UNET,
-        "controlnet/diffusion_pytorch_model.safetensors": None,
+        "random_states_0.pkl": None, **below("controlnet", CONTROLNET),
     },
     "DreamBooth with LoRA": {
         "pytorch_lora_weights.safetensors": None,
@@ -162,30 +126,21 @@ FOLDERS: dict[str, dict[str, Content]] = {
         "checkpoint-500/random_states_0.pkl": None,
     },
     "textual inversion": {
-        "learned_embeds.safetensors": None,
-        "learned_embeds-steps-500.safetensors": None,
+        "learned_embeds.safetensors": None, "learned_embeds-steps-500.safetensors": None,
     },
     "a subclass of the Trainer": {
-        "trainer_state.json": STEP,
-        "policy.bin": None,
-        "model_ema.safetensors": None,
+        "trainer_state.json": STEP, "policy.bin": None, "model_ema.safetensors": None,
     },
     "tokens next to a model": {
-        "config.json": BERT,
-        "model.safetensors": None,
-        "train.bin": np.arange(1, 999, dtype=np.uint16).tobytes(),
+        **MODEL, "train.bin": np.arange(1, 999, dtype=np.uint16).tobytes(),
     },
     "two configs": {
-        "config_encoder.json": BERT,
-        "config_decoder.json": BERT,
-        "model.safetensors": None,
+        "config_encoder.json": BERT, "config_decoder.json": BERT, "model.safetensors": None,
     },
     "a config and a tokenizer": {
-        "config.json": BERT,
-        "tokenizer.json": {},
-        "tokenizer_config.json": {},
+        "config.json": BERT, "tokenizer.json": {}, "tokenizer_config.json": {},
     },
-}
+}  # fmt: skip
 
 
 def write(path: Path, content: Content) -> None:
@@ -212,4 +167,4 @@ def test_a_common_folder_has_neither_an_error_nor_a_warning(tmp_path: Path, case
     for name, content in FOLDERS[case].items():
         write(root / name, content)
     with suppress(UsageError):  # a folder without a file that is read
-        assert [str(one) for one in check(root).all_findings if one.severity.value != "note"] == []
+        assert problems(root) == []

@@ -2,7 +2,6 @@
 ``check`` agrees.
 """
 
-import json
 import os
 import shutil
 import warnings
@@ -14,22 +13,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 
 import ckptfix
 from ckptfix import check
+from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.errors import UsageError
+from tests.diagnosis.builders import edit_json, new_accelerator, problems
 from tests.diagnosis.test_names_of_libraries import LIBRARIES
 from tests.diagnosis.test_trainer_states import lora_trainer_in
 from tests.stores.servers import upload_folder
 
 Change = Callable[[Path], object]
-
-
-def problems(path: Path | str) -> list[str]:
-    """Return the errors and warnings about a checkpoint."""
-    return [str(one) for one in check(path).all_findings if one.severity.value != "note"]
 
 
 def moved(name: str, to: str) -> Change:
@@ -60,6 +55,9 @@ WRITTEN = {
     "diffusers": "diffusion_pytorch_model.safetensors",
     "peft": "adapter_model.safetensors",
 }
+CONFIGS = {
+    "transformers": "config.json", "diffusers": "config.json", "peft": "adapter_config.json",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +66,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for library, save in EXPORTS.items():
         save(root / library)
     return {library: root / library for library in EXPORTS}
+
+
+@pytest.fixture
+def copied(exports: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Return what copies an export."""
+    return lambda library: Path(shutil.copytree(exports[library], tmp_path / "export"))
 
 
 def is_loaded(folder: Path, library: str, base: Path) -> bool:
@@ -93,14 +97,16 @@ def is_loaded(folder: Path, library: str, base: Path) -> bool:
     return True
 
 
+def warned(folder: Path) -> Finding:
+    """Return the only finding that is more than a note."""
+    (finding,) = (one for one in check(folder).findings if one.severity.value != "note")
+    return finding
+
+
 def _others(name: str) -> list[str]:
     stem, suffix = name.rsplit(".", 1)
-    return [
-        f"{stem} (1).{suffix}",
-        f"{stem}_old.{suffix}",
-        name.capitalize(),
-        f"{stem}-copy.{suffix}",
-    ]
+    ends = (" (1).", "_old.", "-copy.")
+    return [name.capitalize(), *(f"{stem}{end}{suffix}" for end in ends)]
 
 
 RENAMED = [(library, name, other) for library, name in WRITTEN.items() for other in _others(name)]
@@ -109,14 +115,18 @@ RENAMED.append(("transformers", "model.safetensors", "pytorch_model.safetensors"
 
 @pytest.mark.parametrize(("library", "name", "other"), RENAMED)
 def test_the_only_weights_of_an_export_have_another_name(
-    exports: Mapping[str, Path], tmp_path: Path, library: str, name: str, other: str
+    exports: Mapping[str, Path],
+    copied: Callable[[str], Path],
+    library: str,
+    name: str,
+    other: str,
 ) -> None:
-    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    folder = copied(library)
     assert is_loaded(folder, library, exports["transformers"])
     assert problems(folder) == []
     (folder / name).rename(folder / other)
     assert not is_loaded(folder, library, exports["transformers"])
-    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
+    warning = warned(folder)
     assert warning.code == "incomplete-checkpoint"
     assert str(warning).startswith(f"{name} is missing: ")
     assert warning.advice.startswith(
@@ -130,52 +140,37 @@ def test_the_only_weights_of_an_export_have_another_name(
     assert problems(folder) == []
 
 
-CONFIGS = {
-    "transformers": "config.json",
-    "diffusers": "config.json",
-    "peft": "adapter_config.json",
-}
-
-
 @pytest.mark.parametrize(
-    ("library", "other"),
+    ("library", "end"),
     [
-        (library, f"{stem}{rest}")
-        for library, name in CONFIGS.items()
-        for stem in (name.removesuffix(".json"),)
-        for rest in (".json.tmp", " (1).json", "_old.json", ".json.1", ".json~", ".JSON")
+        *(("transformers", f".json{end}") for end in (".tmp", ".1", "~")),
+        *(("peft", end) for end in ("_old.json", ".JSON")),
+        *((library, " (1).json") for library in CONFIGS),
     ],
 )
 def test_the_config_of_an_export_has_another_name(
-    exports: Mapping[str, Path], tmp_path: Path, library: str, other: str
+    exports: Mapping[str, Path], copied: Callable[[str], Path], library: str, end: str
 ) -> None:
-    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
-    name = CONFIGS[library]
+    folder, name = copied(library), CONFIGS[library]
+    other = f"{name.removesuffix('.json')}{end}"
     (folder / name).rename(folder / other)
     assert not is_loaded(folder, library, exports["transformers"])
-    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert (
-        str(warning)
-        == f"{name} is missing: {other!r} exists, but from_pretrained does not look for that "
-        "name"
-    )
+    warning = warned(folder)
+    words = f"{other!r} exists, but from_pretrained does not look for that name"
+    assert str(warning) == f"{name} is missing: {words}"
     assert f"rename it to {name}" in warning.advice
     (folder / other).rename(folder / name)
     assert is_loaded(folder, library, exports["transformers"])
     assert problems(folder) == []
 
 
-def test_the_config_is_lost_next_to_that_of_generation(
-    exports: Mapping[str, Path], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(exports["transformers"], tmp_path / "export"))
+def test_the_config_is_lost_next_to_that_of_generation(copied: Callable[[str], Path]) -> None:
+    folder = copied("transformers")
     (folder / "config.json").unlink()
     assert not is_loaded(folder, "transformers", folder)
-    (warning,) = (one for one in check(folder).findings if one.severity.value != "note")
-    assert (
-        str(warning)
-        == "config.json is missing: save_pretrained writes it with generation_config.json"
-    )
+    warning = warned(folder)
+    words = "config.json is missing: save_pretrained writes it with generation_config.json"
+    assert str(warning) == words
     assert warning.advice.startswith("from_pretrained fails without it; copy it again")
 
 
@@ -187,17 +182,20 @@ def _with_file(name: str) -> Change:
     return lambda folder: save_file({"w": torch.ones(2, 2)}, folder / name)
 
 
-def _with_config(library: str, **changes: object) -> Change:
-    """Change values of the config; None removes one."""
+def _with_config(*removed: str, **changes: object) -> Change:
+    return lambda folder: edit_json(folder / "config.json", *removed, **changes)
 
-    def edit(folder: Path) -> None:
-        path = folder / CONFIGS[library]
-        config = json.loads(path.read_text()) | changes
-        path.write_text(
-            json.dumps({key: value for key, value in config.items() if value is not None})
-        )
 
-    return edit
+def _copied_file(name: str, to: str) -> Change:
+    return lambda folder: shutil.copy(folder / name, folder / to)
+
+
+def _without(*names: str) -> Change:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+
+    return change
 
 
 def _in_subfolder(folder: Path) -> None:
@@ -207,11 +205,6 @@ def _in_subfolder(folder: Path) -> None:
     folder.mkdir()
     for name in ("default", "second"):
         shutil.move(folder.parent / name, folder / name)
-
-
-def _without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def _of_a_custom_class(folder: Path) -> None:
@@ -228,97 +221,62 @@ def _as_links(folder: Path) -> None:
         path.symlink_to(f"../blobs/{number}")
 
 
+MODEL, OF_OPEN_CLIP = "model.safetensors", "open_clip_model.safetensors"
+OF_GENERATION = "generation_config.json"
+OF_TRANSFORMERS = ("architectures", "transformers_version")
+
 HEALTHY: Mapping[str, tuple[str, Change]] = {
     "an older copy next to the weights": ("transformers", _with_file("model_old.safetensors")),
     "averages next to the weights": ("transformers", _with_file("ema.safetensors")),
     "an older copy of an adapter": ("peft", _with_file("adapter_model_old.safetensors")),
     "an older config": ("transformers", _with_text("config_old.json", "{}")),
     "links of the cache": ("transformers", _as_links),
-    "weights for llama.cpp": (
-        "transformers",
-        lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf"),
-    ),
-    "weights for onnxruntime": (
-        "transformers",
-        lambda folder: (folder / "model.safetensors").rename(folder / "model_quantized.onnx"),
-    ),
+    "weights for llama.cpp": ("transformers", moved(MODEL, "model-Q4_K_M.gguf")),
+    "weights for onnxruntime": ("transformers", moved(MODEL, "model_quantized.onnx")),
     "quantized by another library": (
-        "transformers",
-        moved("model.safetensors", "gptq_model-4bit-128g.safetensors"),
+        "transformers", moved(MODEL, "gptq_model-4bit-128g.safetensors"),
     ),
-    "weights of MLX": ("transformers", moved("model.safetensors", "weights.00.safetensors")),
+    "weights of MLX": ("transformers", moved(MODEL, "weights.00.safetensors")),
     "a state of one rank of vLLM": (
-        "transformers",
-        moved("model.safetensors", "model-rank-0-part-0.safetensors"),
+        "transformers", moved(MODEL, "model-rank-0-part-0.safetensors"),
     ),
-    "weights in 8 bits": ("transformers", moved("model.safetensors", "model_int8.safetensors")),
-    "the models of an ensemble": (
-        "transformers",
-        both(
-            moved("model.safetensors", "model_0.safetensors"),
-            lambda folder: shutil.copy(
-                folder / "model_0.safetensors", folder / "model_1.safetensors"
-            ),
-        ),
-    ),
-    "configs of two parts": (
-        "transformers",
-        both(
-            lambda folder: (folder / "generation_config.json").unlink(),
-            lambda folder: shutil.copy(folder / "config.json", folder / "config_encoder.json"),
-            moved("config.json", "config_decoder.json"),
-        ),
-    ),
-    "weights of exllama": ("transformers", moved("model.safetensors", "output.safetensors")),
+    "weights in 8 bits": ("transformers", moved(MODEL, "model_int8.safetensors")),
+    "the models of an ensemble": ("transformers", both(
+        moved(MODEL, "model_0.safetensors"),
+        _copied_file("model_0.safetensors", "model_1.safetensors"),
+    )),
+    "configs of two parts": ("transformers", both(
+        _without(OF_GENERATION), _copied_file("config.json", "config_encoder.json"),
+        moved("config.json", "config_decoder.json"),
+    )),
+    "weights of exllama": ("transformers", moved(MODEL, "output.safetensors")),
     "a checkpoint of a custom class": ("transformers", _of_a_custom_class),
-    "open_clip": (
-        "transformers",
-        both(
-            moved("model.safetensors", "open_clip_model.safetensors"),
-            moved("config.json", "open_clip_config.json"),
-            lambda folder: (folder / "generation_config.json").unlink(),
-        ),
-    ),
-    "open_clip next to the config of transformers": (
-        "transformers",
-        moved("model.safetensors", "open_clip_model.safetensors"),
-    ),
-    "timm": (
-        "transformers",
-        _with_config(
-            "transformers", architectures=None, transformers_version=None, architecture="vit"
-        ),
-    ),
-    "another framework's config": (
-        "transformers",
-        both(
-            _with_config("transformers", architectures=None, transformers_version=None),
-            moved("model.safetensors", "model_part.safetensors"),
-        ),
-    ),
-    "a config that names the file": (
-        "transformers",
-        both(
-            _with_config("transformers", transformers_weights="model_other.safetensors"),
-            moved("model.safetensors", "model_other.safetensors"),
-        ),
-    ),
+    "open_clip": ("transformers", both(
+        moved(MODEL, OF_OPEN_CLIP), moved("config.json", "open_clip_config.json"),
+        _without(OF_GENERATION),
+    )),
+    "open_clip next to the config of transformers": ("transformers", moved(MODEL, OF_OPEN_CLIP)),
+    "timm": ("transformers", _with_config(*OF_TRANSFORMERS, architecture="vit")),
+    "another framework's config": ("transformers", both(
+        _with_config(*OF_TRANSFORMERS), moved(MODEL, "model_part.safetensors"),
+    )),
+    "a config that names the file": ("transformers", both(
+        _with_config(transformers_weights="model_other.safetensors"),
+        moved(MODEL, "model_other.safetensors"),
+    )),
     "adapters in sub-folders": ("peft", _in_subfolder),
     "LoRA weights of diffusers": (
-        "peft",
-        moved("adapter_model.safetensors", "pytorch_lora_weights.safetensors"),
+        "peft", moved("adapter_model.safetensors", "pytorch_lora_weights.safetensors"),
     ),
-    "weights alone": ("transformers", _without_config),
-    "weights of diffusers alone": ("diffusers", _without_config),
-}
+    "weights alone": ("transformers", _without("config.json", OF_GENERATION)),
+    "weights of diffusers alone": ("diffusers", _without("config.json")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HEALTHY)
-def test_a_folder_of_another_loader_is_clean(
-    exports: Mapping[str, Path], tmp_path: Path, case: str
-) -> None:
+def test_a_folder_of_another_loader_is_clean(copied: Callable[[str], Path], case: str) -> None:
     library, edit = HEALTHY[case]
-    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
+    folder = copied(library)
     edit(folder)
     with suppress(UsageError):  # a folder without a file of a checkpoint
         assert problems(folder) == []
@@ -326,15 +284,13 @@ def test_a_folder_of_another_loader_is_clean(
 
 @pytest.mark.parametrize("name", ["output.safetensors", "pytorch_model.pth"])
 def test_weights_that_only_another_loader_finds_are_listed_as_not_checked(
-    exports: Mapping[str, Path], tmp_path: Path, name: str
+    copied: Callable[[str], Path], name: str
 ) -> None:
-    folder = Path(shutil.copytree(exports["transformers"], tmp_path / "export"))
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
+    folder = copied("transformers")
     if name.endswith(".pth"):
-        torch.save(tensors, folder / name)
+        _of_a_custom_class(folder)
     else:
-        save_file(tensors, folder / name)
+        moved(MODEL, name)(folder)
     assert not is_loaded(folder, "transformers", folder)
     words = f"config.json belongs to transformers, which does not look for {name!r}"
     assert any(words in sentence for sentence in check(folder).not_checked)
@@ -353,9 +309,14 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(trainer.args.output_dir, "checkpoint-2")
 
 
-@pytest.mark.parametrize("has_config", [True, False])
-@pytest.mark.parametrize("has_logs", [True, False])
-@pytest.mark.parametrize("other", _others("adapter_model.safetensors"))
+@pytest.mark.parametrize(
+    ("other", "has_logs", "has_config"),
+    [
+        *((other, True, True) for other in _others("adapter_model.safetensors")),
+        ("adapter_model_old.safetensors", True, False),
+        ("adapter_model_old.safetensors", False, False),
+    ],
+)
 def test_the_adapter_of_a_trainer_has_another_name(
     lora_run: Path, tmp_path: Path, other: str, has_logs: bool, has_config: bool
 ) -> None:
@@ -398,10 +359,8 @@ def test_adapters_of_a_trainer_in_sub_folders(lora_run: Path, tmp_path: Path) ->
 
 
 def _prepared(*, is_optimizer_of_script: bool) -> tuple[Accelerator, torch.optim.Optimizer]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    accelerator = new_accelerator()
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     model: Any = torch.nn.Linear(3, 2)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     model = accelerator.prepare(model)
@@ -446,7 +405,7 @@ def test_states_under_the_names_of_the_trainer(tmp_path: Path, renamed: tuple[st
         assert (
             one.advice
             == f"if '{stem}.pt' is that file, rename it to {stem}.bin; otherwise copy {stem}.bin "
-            f"again, or ignore this if the script no longer prepares its {stem}"
+            "again, or ignore this if the script does not load it"
         )
     with pytest.warns(UserWarning, match="passed over checkpoint_9"):
         assert ckptfix.latest_checkpoint(folder.parent) == folder.parent / "checkpoint_6"
@@ -465,7 +424,7 @@ def test_without_neighbours_the_optimizer_may_be_of_the_script(tmp_path: Path) -
     assert problems(folder) == []
     words = (
         "optimizers: load_state does not look for 'optimizer.pt' and fails in a script that "
-        "prepares one"
+        "needs optimizer.bin"
     )
     of_scheduler = words.replace("optimizer", "scheduler")
     assert {words, of_scheduler} <= {*check(folder).not_checked}
@@ -535,10 +494,9 @@ NOWHERE: Mapping[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("case", NOWHERE)
 @pytest.mark.parametrize("library", CONFIGS)
 def test_a_config_that_leads_nowhere(
-    exports: Mapping[str, Path], tmp_path: Path, library: str, case: str
+    exports: Mapping[str, Path], copied: Callable[[str], Path], library: str, case: str
 ) -> None:
-    folder = Path(shutil.copytree(exports[library], tmp_path / "export"))
-    name = CONFIGS[library]
+    folder, name = copied(library), CONFIGS[library]
     edit, words = NOWHERE[case]
     edit(folder / name)
     assert not is_loaded(folder, library, exports["transformers"])

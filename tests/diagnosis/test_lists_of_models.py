@@ -16,7 +16,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from ckptfix import check
 from tests.commanding import Said, said
-from tests.diagnosis.test_lost_weights import made, without
+from tests.diagnosis.test_lost_weights import BERT, made, without
 
 __all__ = ["made", "said"]
 
@@ -36,21 +36,16 @@ def cut(name: str) -> Change:
     return lambda root: os.truncate(root / name, (root / name).stat().st_size // 2)
 
 
+NOT_LOADED = "so DiffusionPipeline.from_pretrained fails"
+
+
 @pytest.mark.parametrize("name", ["lone", "pipeline"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            cut("model_index.json"),
-            "model_index.json: not JSON, so DiffusionPipeline.from_pretrained fails",
-        ),
-        (
-            lambda root: (root / "model_index.json").write_text(""),
-            "model_index.json: empty, so DiffusionPipeline.from_pretrained fails",
-        ),
-        (without("unet/config.json"), NO_CONFIG),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (cut("model_index.json"), f"model_index.json: not JSON, {NOT_LOADED}"),
+    (lambda root: (root / "model_index.json").write_text(""),
+     f"model_index.json: empty, {NOT_LOADED}"),
+    (without("unet/config.json"), NO_CONFIG),
+])  # fmt: skip
 def test_a_pipeline_that_cannot_be_loaded(
     made: Path, tmp_path: Path, said: Said, name: str, change: Change, words: str
 ) -> None:
@@ -95,13 +90,8 @@ def test_a_repair_of_a_pipeline_without_a_model_names_the_check(
     folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
     without("unet/diffusion_pytorch_model.safetensors")(folder)
     status, _, told = said("repair", folder)
-    assert (status, told) == (
-        2,
-        (
-            f"ckptfix: {folder} has no checkpoint files; to see what it lacks: ckptfix check "
-            f"{folder}\n"
-        ),
-    )
+    words = f"{folder} has no checkpoint files; to see what it lacks: ckptfix check {folder}"
+    assert (status, told) == (2, f"ckptfix: {words}\n")
 
 
 def test_a_broken_list_without_weights_is_no_checkpoint(
@@ -137,14 +127,7 @@ def sentences(root: Path, *, first: str = "", base: str = "sentence_transformers
     """Write a model as sentence-transformers does, 2 to 6. ``first``: the folder of its first
     module.
     """
-    config = BertConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        vocab_size=8,
-    )
-    BertModel(config).save_pretrained(root / first)
+    BertModel(BertConfig(**BERT)).save_pretrained(root / first)
     (root / first / "tokenizer.json").write_text("{}")
     (root / first / "sentence_bert_config.json").write_text('{"max_seq_length": 8}')
     (root / "config_sentence_transformers.json").write_text("{}")
@@ -156,15 +139,12 @@ def sentences(root: Path, *, first: str = "", base: str = "sentence_transformers
         (root / name / "config.json").write_text(json.dumps(values))
     weights = {"linear.weight": torch.ones(4, 8), "linear.bias": torch.ones(4)}
     save_file(weights, root / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
-    modules = [
-        (first, "Transformer"),
-        ("1_Pooling", "Pooling"),
-        ("2_Dense", "Dense"),
-        ("3_Normalize", "Normalize"),
-    ]
+    modules = {
+        first: "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize",
+    }  # fmt: skip
     listed = [
         {"idx": number, "name": str(number), "path": path, "type": base + kind}
-        for number, (path, kind) in enumerate(modules)
+        for number, (path, kind) in enumerate(modules.items())
     ]
     (root / "modules.json").write_text(json.dumps(listed))
     return root
@@ -194,52 +174,22 @@ def test_a_model_of_sentence_transformers_with_other_weights(first: str, tmp_pat
     assert check(tmp_path).all_findings == ()
 
 
-EXPECTED = "(expected model.safetensors or pytorch_model.bin)"
+FIRST, FAILS = "0_Transformer", "so the model cannot be loaded"
 
 
-@pytest.mark.parametrize(
-    ("first", "change", "words"),
-    [
-        (
-            "",
-            without("model.safetensors"),
-            (
-                "this folder has no weights: modules.json lists a Transformer, which cannot be "
-                f"loaded {EXPECTED}"
-            ),
-        ),
-        (
-            "0_Transformer",
-            without("0_Transformer/model.safetensors"),
-            (
-                "0_Transformer/ has no weights: modules.json lists it as Transformer, so the model "
-                "cannot be loaded"
-            ),
-        ),
-        (
-            "",
-            without("2_Dense/model.safetensors"),
-            (
-                "2_Dense/ has no weights: modules.json lists it as Dense, so the model cannot be "
-                "loaded"
-            ),
-        ),
-        (
-            "",
-            without("2_Dense"),
-            "2_Dense/ is missing: modules.json lists it as Dense, so the model cannot be loaded",
-        ),
-        (
-            "0_Transformer",
-            without("1_Pooling"),
-            (
-                "1_Pooling/ is missing: modules.json lists it as Pooling, so the model cannot be "
-                "loaded"
-            ),
-        ),
-        ("", cut("modules.json"), "modules.json: not JSON, so SentenceTransformer fails"),
-    ],
-)
+@pytest.mark.parametrize(("first", "change", "words"), [
+    ("", without("model.safetensors"),
+     "this folder has no weights: modules.json lists a Transformer, which cannot be loaded "
+     "(expected model.safetensors or pytorch_model.bin)"),
+    (FIRST, without(f"{FIRST}/model.safetensors"),
+     f"{FIRST}/ has no weights: modules.json lists it as Transformer, {FAILS}"),
+    ("", without("2_Dense/model.safetensors"),
+     f"2_Dense/ has no weights: modules.json lists it as Dense, {FAILS}"),
+    ("", without("2_Dense"), f"2_Dense/ is missing: modules.json lists it as Dense, {FAILS}"),
+    (FIRST, without("1_Pooling"),
+     f"1_Pooling/ is missing: modules.json lists it as Pooling, {FAILS}"),
+    ("", cut("modules.json"), "modules.json: not JSON, so SentenceTransformer fails"),
+])  # fmt: skip
 def test_a_model_of_sentence_transformers_that_lacks_a_part(
     first: str, change: Change, words: str, tmp_path: Path, said: Said
 ) -> None:

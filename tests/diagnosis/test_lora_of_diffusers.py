@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from diffusers import utils as diffusers_utils
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -22,6 +20,7 @@ from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Action, Finding
 from ckptfix.diagnosis.loads.lora_of_pipelines import judge_lora
 from ckptfix.formats.tensor import TensorInfo
+from tests.diagnosis.builders import new_accelerator, verdict
 
 peft: Any = pytest.importorskip("peft", reason="only PEFT makes the LoRA that diffusers saves")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,31 +37,20 @@ def unet() -> Any:
     torch.manual_seed(0)
     kind: Any = diffusers.UNet2DConditionModel
     return kind(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(4,),
-        norm_num_groups=2,
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",),
-        cross_attention_dim=4,
-        attention_head_dim=2,
-    )
+        sample_size=8, layers_per_block=1, block_out_channels=(4,), norm_num_groups=2,
+        down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+        cross_attention_dim=4, attention_head_dim=2,
+    )  # fmt: skip
 
 
 def transformer() -> Any:
     torch.manual_seed(0)
     kind: Any = diffusers.SD3Transformer2DModel
     return kind(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        attention_head_dim=4,
-        num_attention_heads=2,
-        caption_projection_dim=8,
-        joint_attention_dim=8,
+        sample_size=8, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=4,
+        num_attention_heads=2, caption_projection_dim=8, joint_attention_dim=8,
         pooled_projection_dim=8,
-    )
+    )  # fmt: skip
 
 
 def text_encoder() -> Any:
@@ -125,10 +113,6 @@ def live(folder: Path, component: str) -> float | str:
     return round(_norm(model) / _norm(trained(component.removesuffix("_2"))), 3)
 
 
-def verdict(folder: Path) -> list[tuple[str, str]]:
-    return [(finding.code, finding.severity.value) for finding in check(folder).findings]
-
-
 def unchecked(folder: Path) -> str:
     (words,) = (it for it in check(folder).not_checked if "against its pipeline" in it)
     return words
@@ -158,21 +142,29 @@ def test_lora_of_a_compiled_model(component: str, tmp_path: Path) -> None:
     assert verdict(folder) == [("dead-adapter", "error")]
 
 
-BEHIND = ["module.", "base_model.model.", "_orig_mod.module.", "_fsdp_wrapped_module."]
+def prefixed(layers: Tensors, prefix: str) -> Tensors:
+    return {f"{prefix}{key}": tensor for key, tensor in layers.items()}
 
 
-@pytest.mark.parametrize("component", MODELS)
-@pytest.mark.parametrize("wrapper", BEHIND)
+def is_repaired(folder: Path, component: str) -> bool:
+    assert run(["repair", str(folder)]) == 0
+    return (live(folder, component), verdict(folder)) == (1, [])
+
+
+WRAPPERS = ["module.", "base_model.model.", "_orig_mod.module.", "_fsdp_wrapped_module."]
+
+
+@pytest.mark.parametrize(
+    ("component", "wrapper"),
+    [*(("unet", wrapper) for wrapper in WRAPPERS), *((name, "module.") for name in MODELS)],
+)
 def test_lora_behind_a_wrapper(wrapper: str, component: str, tmp_path: Path) -> None:
-    layers = {f"{wrapper}{key}": tensor for key, tensor in of(component).items()}
-    folder = saved(tmp_path, **{component: layers})
+    folder = saved(tmp_path, **{component: prefixed(of(component), wrapper)})
     # NoMatchingPeftModuleError of PEFT 0.21 is a ValueError, as which older ones raise it.
     assert str(live(folder, component)).endswith("Error")
-    (finding,) = check(folder).findings
-    assert (finding.code, finding.severity.value) == ("dead-adapter", "error")
-    assert "without an error" not in str(finding)
-    assert run(["repair", str(folder)]) == 0
-    assert (live(folder, component), verdict(folder)) == (1, [])
+    assert verdict(folder) == [("dead-adapter", "error")]
+    assert "without an error" not in str(check(folder).findings[0])
+    assert is_repaired(folder, component)
 
 
 DEEPER: dict[str, tuple[str, Change]] = {
@@ -189,11 +181,9 @@ def test_wrappers_inside_of_keys(kind: str, tmp_path: Path) -> None:
     folder = renamed(saved(tmp_path, **{component: of(component)}), change)
     loaded = live(folder, component)
     assert loaded != 1
-    (finding,) = check(folder).findings
-    assert (finding.code, finding.severity.value) == ("dead-adapter", "error")
-    assert ("without an error" in str(finding)) == isinstance(loaded, float)
-    assert run(["repair", str(folder)]) == 0
-    assert (live(folder, component), verdict(folder)) == (1, [])
+    assert verdict(folder) == [("dead-adapter", "error")]
+    assert ("without an error" in str(check(folder).findings[0])) == isinstance(loaded, float)
+    assert is_repaired(folder, component)
 
 
 def without_component(key: str) -> str:
@@ -231,7 +221,7 @@ def test_blocks_of_a_transformer_without_the_component(tmp_path: Path) -> None:
 
 
 def test_one_of_several_components_is_wrapped(tmp_path: Path) -> None:
-    layers = {f"module.{key}": tensor for key, tensor in of("transformer").items()}
+    layers = prefixed(of("transformer"), "module.")
     folder = saved(tmp_path, transformer=layers, text_encoder=of("text_encoder"))
     assert live(folder, "text_encoder") == 1
     assert "fails on 4 of 8 tensors" in str(check(folder).findings[0])
@@ -240,11 +230,8 @@ def test_one_of_several_components_is_wrapped(tmp_path: Path) -> None:
 
 
 def test_two_wrapped_components_need_another_save(tmp_path: Path) -> None:
-    layers = {
-        name: {f"module.{key}": tensor for key, tensor in of(name).items()}
-        for name in ("transformer", "text_encoder")
-    }
-    folder = saved(tmp_path, **layers)
+    names = ("transformer", "text_encoder")
+    folder = saved(tmp_path, **{name: prefixed(of(name), "module.") for name in names})
     before = (folder / WEIGHTS).read_bytes()
     (finding,) = check(folder).findings
     assert "by one rule" in finding.advice
@@ -336,21 +323,18 @@ def _old(key: str) -> str:
 HEALTHY: dict[str, tuple[tuple[str, ...], Callable[[Path], Path]]] = {
     "UNet": (("unet",), lambda path: saved(path, unet=of("unet"))),
     "former names": (
-        ("unet",),
-        lambda path: saved(path, unet=UTILS.convert_state_dict_to_diffusers(of("unet"))),
+        ("unet",), lambda path: saved(path, unet=UTILS.convert_state_dict_to_diffusers(of("unet"))),
     ),
     "oldest names": (("unet",), lambda path: renamed(saved(path, unet=of("unet")), _old)),
     "kohya": (("unet",), lambda path: rewrite(saved(path, unet=of("unet")), kohya)),
     "transformer and text encoders": (
         ("transformer", "text_encoder", "text_encoder_2"),
         lambda path: saved(
-            path,
-            transformer=of("transformer"),
-            text_encoder=of("text_encoder"),
+            path, transformer=of("transformer"), text_encoder=of("text_encoder"),
             text_encoder_2=of("text_encoder"),
         ),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
@@ -379,20 +363,15 @@ class Judged(NamedTuple):
 
 
 def judged(*keys: str, metadata: dict[str, str] | None = None, states: str = "") -> Judged:
-    tensors = {key: TensorInfo(key, "F32", (2, 2), None) for key in keys}
+    path: Any = Path(WEIGHTS)
     load = Load(
-        path=Path(WEIGHTS),  # type: ignore[arg-type]
-        library="diffusers",
-        configs={},
-        tensors=tensors,
-        states_of=states,
-        is_lora=True,
-        metadata=metadata or {},
-    )
-    told = list(judge_lora(load))
+        path=path, library="diffusers", configs={}, is_lora=True, metadata=metadata or {},
+        tensors={key: TensorInfo(key, "F32", (2, 2), None) for key in keys}, states_of=states,
+    )  # fmt: skip
+    said = list(judge_lora(load))
     return Judged(
-        [item for item in told if isinstance(item, Finding)],
-        [item for item in told if isinstance(item, str)],
+        [item for item in said if isinstance(item, Finding)],
+        [item for item in said if isinstance(item, str)],
     )
 
 
@@ -400,26 +379,25 @@ def pair(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def kohya_pair(module: str) -> tuple[str, str]:
+    return f"{module}.lora_down.weight", f"{module}.lora_up.weight"
+
+
+OF_SD3 = "transformer_blocks.0.attn.to_q"
 CONVERTED = {
     "ComfyUI": pair("diffusion_model.blocks.0.self_attn.q"),
     "Flux of fal": pair("base_model.model.double_blocks.0.img_attn.qkv"),
-    "Flux.2 of PEFT": pair("base_model.model.transformer_blocks.0.attn.to_q"),
+    "Flux.2 of PEFT": pair(f"base_model.model.{OF_SD3}"),
     "ERNIE of PEFT": pair("base_model.model.layers.0.self_attention.to_q"),
     "MiniMax": pair("blocks.0.attn.qkv"),
-    "Qwen": (*pair("transformer_blocks.0.attn.to_q"), "transformer_blocks.0.attn.to_q.alpha"),
-    "a named adapter": tuple(
-        key.replace(".weight", ".default.weight") for key in pair("transformer_blocks.0.attn.to_q")
-    ),
-    "xlabs": (
-        "double_blocks.0.processor.qkv_lora1.down.weight",
-        "double_blocks.0.processor.qkv_lora1.up.weight",
+    "Qwen": (*pair(OF_SD3), f"{OF_SD3}.alpha"),
+    "a named adapter": tuple(key.replace(".weight", ".default.weight") for key in pair(OF_SD3)),
+    "xlabs": tuple(
+        f"double_blocks.0.processor.qkv_lora1.{half}.weight" for half in ("down", "up")
     ),
     "Hunyuan": pair("double_blocks.0.img_attn_qkv"),
-    "LoKr": ("transformer_blocks.0.attn.to_q.lokr_w1", "transformer_blocks.0.attn.to_q.lokr_w2"),
-    "lora_transformer_": (
-        "lora_transformer_blocks_0_attn_to_q.lora_down.weight",
-        "lora_transformer_blocks_0_attn_to_q.lora_up.weight",
-    ),
+    "LoKr": (f"{OF_SD3}.lokr_w1", f"{OF_SD3}.lokr_w2"),
+    "lora_transformer_": kohya_pair("lora_transformer_blocks_0_attn_to_q"),
     "BFL": (*pair("double_blocks.0.img_attn.proj"), "double_blocks.0.norm.query_norm.scale"),
 }  # fmt: skip
 
@@ -432,17 +410,14 @@ def test_keys_that_some_pipeline_converts(kind: str) -> None:
     assert "whether it converts keys such as" in words
 
 
+OF_KOHYA = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
 PLAIN = {
     "cascade": pair("prior.down_blocks.0.0.attention.to_q"),
     "Wan": (*pair("transformer.blocks.0.attn1.to_q"), *pair("transformer_2.blocks.0.attn1.to_q")),
     "LTX": (*pair("transformer.transformer_blocks.0.attn1.to_q"), *pair("connectors.video.to_q")),
     "biases": (*pair("transformer.proj_out"), "transformer.proj_out.lora_B.bias"),
     "DoRA": (*pair("unet.mid_block.to_q"), "unet.mid_block.to_q.lora_magnitude_vector"),
-    "kohya": (
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha",
-    ),
+    "kohya": (*kohya_pair(OF_KOHYA), f"{OF_KOHYA}.alpha"),
 }  # fmt: skip
 
 
@@ -479,9 +454,7 @@ def _findings_of_hooks(folder: Path) -> list[Finding]:
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_lora_that_a_hook_saves(is_compiled: bool, tmp_path: Path) -> None:
     """A compiled model is a warning in ``save_state``: its load hook may look for these keys."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = trained("unet").requires_grad_(False)
     parameters = [each for key, each in model.named_parameters() if "lora_" in key]
     optimizer = torch.optim.AdamW([each.requires_grad_() for each in parameters])
@@ -530,8 +503,7 @@ def test_keys_with_the_name_of_the_adapter(tmp_path: Path) -> None:
     )
     assert live(folder, "unet") == 0
     assert verdict(folder) == [("dead-adapter", "error")]
-    assert run(["repair", str(folder)]) == 0
-    assert (live(folder, "unet"), verdict(folder)) == (1, [])
+    assert is_repaired(folder, "unet")
 
 
 def test_two_keys_that_a_repair_would_give_one_name() -> None:

@@ -13,8 +13,9 @@ import pytest
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from ckptfix import check
-from ckptfix.diagnosis.findings.weight_faults import MissingModel
+from ckptfix.diagnosis.findings.config_faults import MissingModel
 from tests.commanding import Said, said
+from tests.diagnosis.builders import edit_json, small_unet
 
 __all__ = ["said"]
 
@@ -25,17 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Change = Callable[[Path], object]
-
-
-def _unet() -> Any:
-    return diffusers.UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        norm_num_groups=4,
-    )
+BERT = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+    "vocab_size": 8,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +38,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     and ``lora``.
     """
     root = tmp_path_factory.mktemp("libraries")
-    diffusers.DDPMPipeline(unet=_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(
+    diffusers.DDPMPipeline(unet=small_unet(), scheduler=diffusers.DDPMScheduler()).save_pretrained(
         root / "lone"
     )
     vqvae = diffusers.VQModel(block_out_channels=(8,), norm_num_groups=4)
     two_models = diffusers.LDMPipeline(
-        vqvae=vqvae, unet=_unet(), scheduler=diffusers.DDPMScheduler()
+        vqvae=vqvae, unet=small_unet(), scheduler=diffusers.DDPMScheduler()
     )
     two_models.save_pretrained(root / "pipeline")
-    bert = BertModel(
-        BertConfig(
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            vocab_size=8,
-        )
-    )
+    bert = BertModel(BertConfig(**BERT))
     bert.save_pretrained(root / "bert")
     peft.get_peft_model(bert, peft.LoraConfig(target_modules=["query"])).save_pretrained(
         root / "lora"
@@ -84,54 +70,42 @@ def emptied(folder: Path) -> None:
     (folder / "unet").mkdir()
 
 
+FAILS = "so the pipeline cannot be loaded"
 NO_UNET = (
     "unet/ has no weights: config.json describes UNet2DModel, which cannot be loaded (expected "
-    + "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
+    "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin)"
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("lone", without(f"unet/{WEIGHTS}"), NO_UNET),
-        ("pipeline", without(f"unet/{WEIGHTS}"), NO_UNET),
-        (
-            "lone",
-            without("unet"),
-            (
-                "unet/ is missing: model_index.json lists it as UNet2DModel, so the pipeline "
-                "cannot be loaded"
-            ),
-        ),
-        (
-            "pipeline",
-            emptied,
-            (
-                "unet/ is empty: model_index.json lists it as UNet2DModel, so the pipeline cannot "
-                "be loaded"
-            ),
-        ),
-        (
-            "pipeline",
-            without("scheduler"),
-            (
-                "scheduler/ is missing: model_index.json lists it as DDPMScheduler, so the "
-                "pipeline cannot be loaded"
-            ),
-        ),
-    ],
-)
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Return what copies a folder of a library."""
+    return lambda name: Path(shutil.copytree(made / name, tmp_path / "copy"))
+
+
+def with_part(folder: Path, part: list[str | None], name: str = "part") -> None:
+    """Add a component to the list of a pipeline."""
+    edit_json(folder / "model_index.json", **{name: part})
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("lone", without(f"unet/{WEIGHTS}"), NO_UNET),
+    ("pipeline", without(f"unet/{WEIGHTS}"), NO_UNET),
+    ("lone", without("unet"),
+     f"unet/ is missing: model_index.json lists it as UNet2DModel, {FAILS}"),
+    ("pipeline", emptied, f"unet/ is empty: model_index.json lists it as UNet2DModel, {FAILS}"),
+    ("pipeline", without("scheduler"),
+     f"scheduler/ is missing: model_index.json lists it as DDPMScheduler, {FAILS}"),
+])  # fmt: skip
 def test_a_pipeline_that_lacks_a_component(
-    made: Path, tmp_path: Path, said: Said, name: str, change: Change, words: str
+    copied: Callable[[str], Path], said: Said, name: str, change: Change, words: str
 ) -> None:
-    folder = Path(shutil.copytree(made / name, tmp_path / name))
+    folder = copied(name)
     change(folder)
     with pytest.raises(OSError, match="no file named"):
         diffusers.DiffusionPipeline.from_pretrained(folder)
-    report = check(folder)
-    assert [(finding.code, str(finding)) for finding in report.all_findings] == [
-        ("missing-model", words)
-    ]
+    findings = [(finding.code, str(finding)) for finding in check(folder).all_findings]
+    assert findings == [("missing-model", words)]
     status, out, _ = said("check", "-r", folder)
     assert (status, f"warning missing-model: {words}" in out) == (1, True)
 
@@ -140,23 +114,21 @@ def test_a_pipeline_that_lacks_a_component(
     "leftover", [".scheduler_config.json.Xy12ab", "scheduler_config.json.part", "README.md"]
 )
 def test_a_component_without_the_config_that_its_class_always_has(
-    made: Path, tmp_path: Path, leftover: str
+    copied: Callable[[str], Path], leftover: str
 ) -> None:
     """An interrupted copy leaves its temporary file in the folder, which counted as complete."""
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    folder = copied("pipeline")
     config = folder / "scheduler/scheduler_config.json"
     config.rename(config.with_name(leftover))
     with pytest.raises(OSError, match="no file named"):
         diffusers.DiffusionPipeline.from_pretrained(folder)
-    assert [str(finding) for finding in check(folder).all_findings] == [
-        "scheduler/ has no scheduler_config.json: model_index.json lists it as DDPMScheduler, so "
-        "the pipeline cannot be loaded"
-    ]
+    words = f"scheduler/ has no {config.name}: model_index.json lists it as DDPMScheduler, {FAILS}"
+    assert [str(finding) for finding in check(folder).all_findings] == [words]
     assert check(folder).status == 1
 
 
-def test_a_model_of_which_unfinished_copies_alone_are_there(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+def test_a_model_of_which_unfinished_copies_alone_are_there(copied: Callable[[str], Path]) -> None:
+    folder = copied("pipeline")
     for name in ("config.json", WEIGHTS):
         (folder / "unet" / name).rename(folder / "unet" / f".{name}.Xy12ab")
     assert "unet/ has no config.json" in "".join(map(str, check(folder).all_findings))
@@ -173,12 +145,10 @@ def test_a_model_of_which_unfinished_copies_alone_are_there(made: Path, tmp_path
     ],
 )
 def test_components_without_weights(
-    made: Path, tmp_path: Path, kind: str, complete: tuple[str, ...], lost: str
+    copied: Callable[[str], Path], kind: str, complete: tuple[str, ...], lost: str
 ) -> None:
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
-    index = json.loads((folder / "model_index.json").read_text())
-    index["part"] = ["transformers", kind]
-    (folder / "model_index.json").write_text(json.dumps(index))
+    folder = copied("pipeline")
+    with_part(folder, ["transformers", kind])
     (folder / "part").mkdir()
     for name in complete:
         (folder / "part" / name).write_text("{}")
@@ -196,58 +166,53 @@ def test_components_without_weights(
     ],
 )
 def test_components_that_need_no_such_file(
-    made: Path, tmp_path: Path, library: str, kind: str, name: str
+    copied: Callable[[str], Path], library: str, kind: str, name: str
 ) -> None:
     """A tokenizer of bytes, and classes of the script, which may be models whatever their names."""
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "part": [library, kind]}))
+    folder = copied("pipeline")
+    with_part(folder, [library, kind])
     (folder / "part").mkdir()
     (folder / "part" / name).write_text("{}")
     assert check(folder).status == 0
 
 
-def test_a_pipeline_that_loads(made: Path, tmp_path: Path, said: Said) -> None:
+def test_a_pipeline_that_loads(made: Path, copied: Callable[[str], Path], said: Said) -> None:
     for name in ("lone", "pipeline"):
         diffusers.DiffusionPipeline.from_pretrained(made / name)
         assert check(made / name).status == 0
     assert said("check", "-r", made)[0] == 0
     # A component that a pipeline does without.
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    folder = copied("pipeline")
     without("vqvae")(folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "vqvae": [None, None]}))
+    with_part(folder, [None, None], "vqvae")
     assert check(folder).all_findings == ()
 
 
-def test_a_component_that_the_script_passes(made: Path, tmp_path: Path) -> None:
+def test_a_component_that_the_script_passes(copied: Callable[[str], Path]) -> None:
     """The pipeline loads with the component of the script, so the finding says when to ignore
     it.
     """
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "pipeline"))
+    folder = copied("pipeline")
     without("unet")(folder)
-    diffusers.DiffusionPipeline.from_pretrained(folder, unet=_unet())
+    diffusers.DiffusionPipeline.from_pretrained(folder, unet=small_unet())
     (finding,) = check(folder).findings
-    assert (
-        finding.advice
-        == "copy the folder again; if the script passes unet= to from_pretrained, or the "
-        "pipeline class works without it, ignore this"
+    assert finding.advice == (
+        "copy the folder again; if the script passes unet= to from_pretrained, or the pipeline "
+        "class works without it, ignore this"
     )
 
 
 ALONE = {
     "bert": ("model.safetensors", "BertModel", "model.safetensors or pytorch_model.bin"),
     "lora": (
-        "adapter_model.safetensors",
-        "a PEFT adapter (LORA)",
+        "adapter_model.safetensors", "a PEFT adapter (LORA)",
         "adapter_model.safetensors or adapter_model.bin",
     ),
     "lone/unet": (
-        WEIGHTS,
-        "UNet2DModel",
+        WEIGHTS, "UNet2DModel",
         "diffusion_pytorch_model.safetensors or diffusion_pytorch_model.bin",
     ),
-}
+}  # fmt: skip
 
 
 def _load(name: str, folder: Path, made: Path) -> object:
@@ -347,10 +312,11 @@ def test_a_pipeline_below_another_folder_that_lacks_a_part(
 
 
 @pytest.mark.parametrize("name", ["../unet", "/etc", "_unet", "..", "\0", "a\nb"])
-def test_a_hostile_list_of_components(made: Path, tmp_path: Path, name: str) -> None:
-    folder = Path(shutil.copytree(made / "lone", tmp_path / "lone"))
-    index = json.loads((folder / "model_index.json").read_text())
-    index |= {name: ["diffusers", "UNet2DModel"], "x": [1, 2], "y": ["diffusers"], "z": {}}
-    (folder / "model_index.json").write_text(json.dumps(index))
+def test_a_hostile_list_of_components(copied: Callable[[str], Path], name: str) -> None:
+    folder = copied("lone")
+    edit_json(
+        folder / "model_index.json",
+        **{name: ["diffusers", "UNet2DModel"], "x": [1, 2], "y": ["diffusers"], "z": {}},
+    )
     assert check(folder).all_findings == ()
     assert os.listdir(folder)

@@ -6,71 +6,30 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import save_file
 
 from ckptfix import check, latest_checkpoint, salvage
 from ckptfix.storage import stores
+from tests.diagnosis.test_models_of_hooks import WEIGHTS, Script
+from tests.diagnosis.test_passed_over import written
 from tests.stores.servers import QUICK, upload_folder
 
 Change = Callable[[Path], object]
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def script() -> Accelerator:
-    """Return the Accelerator of a script with a model and its average, as diffusers' examples
-    train.
-    """
-    diffusers = pytest.importorskip("diffusers")
-    training_utils = pytest.importorskip("diffusers.training_utils")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    kind = diffusers.UNet2DModel
-    accelerator = Accelerator(cpu=True)
-    unet = kind(
-        sample_size=4,
-        block_out_channels=(4,),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        norm_num_groups=1,
-        add_attention=False,
-    )
-    average = training_utils.EMAModel(unet.parameters(), model_cls=kind, model_config=unet.config)
-    optimizer = torch.optim.AdamW(unet.parameters())
-    unet, optimizer = accelerator.prepare(unet, optimizer)
-
-    def save(models: list[Any], weights: list[Any], output: str) -> None:
-        average.save_pretrained(os.path.join(output, "unet_ema"))
-        for model in models:
-            model.save_pretrained(os.path.join(output, "unet"))
-            weights.pop()
-
-    def load(models: list[Any], source: str) -> None:
-        loaded = training_utils.EMAModel.from_pretrained(os.path.join(source, "unet_ema"), kind)
-        average.load_state_dict(loaded.state_dict())
-        while models:
-            own = kind.from_pretrained(source, subfolder="unet", low_cpu_mem_usage=False)
-            models.pop().load_state_dict(own.state_dict())
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    unet(torch.ones(1, 3, 4, 4), 1).sample.sum().backward()
-    optimizer.step()
-    return accelerator
+small = partial(Script, "unet", average="unet_ema", channels=(4,))
 
 
 def loads(checkpoint: Path) -> bool:
     """Return whether load_state of the script loads a checkpoint."""
     try:
-        script().load_state(str(checkpoint))
+        small().loads(checkpoint)
     except (OSError, RuntimeError, ValueError):
         return False
     return True
@@ -79,9 +38,10 @@ def loads(checkpoint: Path) -> bool:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("saved") / "run"
-    accelerator = script()
+    script = small()
     for number in (10, 20, 30):
-        accelerator.save_state(str(run / f"checkpoint-{number}"))
+        script.saved(run / f"checkpoint-{number}")
+    assert [check(root).status for root in run.iterdir()] == [0, 0, 0]
     return run
 
 
@@ -96,10 +56,6 @@ def emptied(name: str) -> Change:
             file.unlink()
 
     return change
-
-
-def written(name: str, text: str) -> Change:
-    return lambda root: (root / name).write_text(text)
 
 
 DAMAGED: dict[str, tuple[Change, set[str]]] = {

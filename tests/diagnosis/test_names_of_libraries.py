@@ -11,38 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from ckptfix import check
+from tests.diagnosis.test_misnamed import Small
+from tests.diagnosis.test_odd_indexes import Diffusers, Library, Transformers
 from tests.sampling import sampled
 from tests.stores.servers import upload_folder
 
-
-def _of_transformers(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(path)
-
-
-def _of_diffusers(path: Path) -> None:
-    import diffusers
-
-    kind: Any = diffusers.UNet2DModel
-    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    sizes = {
-        "sample_size": 8,
-        "block_out_channels": (4,),
-        "norm_num_groups": 2,
-        "layers_per_block": 1,
-    }
-    kind(add_attention=False, **blocks, **sizes).save_pretrained(path)
-
-
+KINDS: Mapping[str, type[Library]] = {"transformers": Transformers, "diffusers": Diffusers}
 LIBRARIES: Mapping[str, Callable[[Path], None]] = {
-    "transformers": _of_transformers,
-    "diffusers": _of_diffusers,
+    name: lambda path, kind=kind: kind().model.save_pretrained(path)  # type: ignore[misc]
+    for name, kind in KINDS.items()
 }
 WRITTEN = {"transformers": "model.safetensors", "diffusers": "diffusion_pytorch_model.safetensors"}
 FORMS = [".safetensors", ".fp16.safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"]
@@ -77,16 +57,9 @@ def is_found(folder: Path, library: str, name: str) -> bool:
     """Return whether ``from_pretrained`` finds the weights of a model."""
     options: dict[str, Any] = {"variant": "fp16"} if ".fp16." in name else {}
     if library == "diffusers":
-        import diffusers
-
-        kind: Any = diffusers.UNet2DModel
         options |= {"use_safetensors": ".safetensors" in name}
-    else:
-        from transformers import LlamaForCausalLM
-
-        kind = LlamaForCausalLM
     try:
-        kind.from_pretrained(folder, **options)
+        type(KINDS[library]().model).from_pretrained(folder, **options)
     except OSError:
         return False
     return True
@@ -142,20 +115,10 @@ def test_the_sentence_names_the_library_and_the_advice_the_name(
     )
 
 
-def _save_state(folder: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(3, 2)
-    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    prepared[0](torch.ones(1, 3)).sum().backward()
-    prepared[1].step()
-    accelerator.save_state(str(folder))
-
-
 def test_save_state_writes_its_names_next_to_any_config(
     saved: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "checkpoint-10"
-    _save_state(folder)
+    folder = Small().saved(tmp_path / "checkpoint-10")
     for library, source in saved.items():
         shutil.copy(source / "config.json", folder)
         shutil.copytree(source, folder / f"{library}_ema")
@@ -170,7 +133,7 @@ def test_a_config_that_cannot_be_read_is_told_of_a_folder_below(
     folder = tmp_path / "checkpoint-10"
     library = "transformers" if below == "text_encoder" else "diffusers"
     if is_save_state:
-        _save_state(folder)
+        Small().saved(folder)
     shutil.copytree(saved[library], folder / below)
     where = folder if is_save_state else folder / below
     assert verdict(where) == []

@@ -1,6 +1,4 @@
-"""Files of a save further back than the one before: only the neighbour was compared, and a file of
-two saves back was clean.
-"""
+"""Saves that a run went back to, averages at its end, and what a look at all saves costs."""
 
 import os
 import shutil
@@ -16,48 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix import check
 from ckptfix.checkpoint import neighbours
 from ckptfix.cli import run
 from tests.diagnosis.test_optimizer_states import save
 from tests.diagnosis.test_stale_saves import (
-    OPTIMIZER,
-    SCHEDULER,
     WEIGHTS,
     constant,
     copied,
+    in_names,
     run_of_trainer,
-    saved_by_hooks,
-    sharded_runs,
     told,
     with_two_optimizers,
+    write_save,
 )
 from tests.stores.servers import upload_folder
 
-__all__ = ["constant", "run_of_trainer"]
-
-OPTIONS = pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
-
-
-def in_names(output: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return the findings about each checkpoint that has any."""
-    every = {folder.name: told(folder) for folder in sorted(output.iterdir())}
-    return {name: findings for name, findings in every.items() if findings}
-
-
-@OPTIONS
-@pytest.mark.parametrize(("source", "target"), [(1, 3), (1, 4), (2, 4)])
-def test_weights_of_an_older_save_are_a_warning(
-    run_of_trainer: Path, source: int, target: int, options: dict[str, Any]
-) -> None:
-    folder = copied(run_of_trainer, WEIGHTS, source=source, target=target)
-    ((severity, words),) = told(folder, **options)
-    assert severity == "warning"
-    assert words.startswith(
-        f"{WEIGHTS}: weights as in checkpoint-{source} (expected different values: step in "
-        f"{OPTIMIZER} went from {source} to {target} at a learning rate of 0.001)"
-    )
-    assert in_names(run_of_trainer).keys() == {folder.name}
+__all__ = ["constant", "in_names", "run_of_trainer"]
 
 
 def test_the_run_is_resumed_from_the_save_between_the_two(
@@ -69,42 +41,6 @@ def test_the_run_is_resumed_from_the_save_between_the_two(
     assert "Resume from checkpoint-3. If the script itself restored" in out
     last = f"the newest one without problems: {run_of_trainer}/checkpoint-3"
     assert out.splitlines()[-1].endswith(last)
-
-
-@OPTIONS
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
-    [
-        (1, 3, "optimizer state of checkpoint-1 (expected new values: last_epoch in"),
-        (2, 4, "optimizer state of checkpoint-2 (expected new values: last_epoch in"),
-        (3, 1, "optimizer state of checkpoint-3, a later save: its step 3 matches last_epoch in"),
-        (4, 1, "optimizer state of checkpoint-4, a later save: its step 4 matches last_epoch in"),
-    ],
-)
-def test_an_optimizer_of_a_save_further_away_is_told_where_it_is_wrong(
-    run_of_trainer: Path, source: int, target: int, words: str, options: dict[str, Any]
-) -> None:
-    folder = copied(run_of_trainer, OPTIMIZER, source=source, target=target)
-    ((severity, sentence),) = told(folder, **options)
-    assert severity == "warning"
-    assert sentence.startswith(f"{OPTIMIZER}: {words} {SCHEDULER}")
-    assert in_names(run_of_trainer).keys() == {folder.name}
-
-
-@OPTIONS
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [WEIGHTS, "model_1.safetensors", "optimizer_1.bin"])
-def test_one_file_among_several_of_an_older_save_is_found(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    output = with_two_optimizers(tmp_path)
-    shutil.copy(output / "checkpoint_1" / name, output / "checkpoint_4" / name)
-    ((severity, sentence),) = told(output / "checkpoint_4", **options)
-    # A script may have gone back to the best weights of a model.
-    assert severity == ("note" if name.startswith("model") else "warning")
-    assert sentence.startswith(f"{name}: ")
-    assert "checkpoint_1 (expected" in sentence
-    assert in_names(output).keys() == {"checkpoint_4"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,40 +61,6 @@ def test_a_model_next_to_new_objects_of_the_script_is_found(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
-    [
-        (1, 2, "optimizer state of checkpoint_1 (expected new values: the weights differ)"),
-        (2, 3, "optimizer state of checkpoint_2 (expected new values: the weights differ)"),
-        (1, 4, "optimizer state of checkpoint_1 (expected new values: the weights differ)"),
-        (
-            3,
-            2,
-            "optimizer state of checkpoint_3, a later save: its step 3 matches the number in the",
-        ),
-        (
-            4,
-            1,
-            "optimizer state of checkpoint_4, a later save: its step 4 matches the number in the",
-        ),
-    ],
-)
-def test_all_optimizers_of_another_save_are_found(
-    source: int, target: int, words: str, tmp_path: Path
-) -> None:
-    """With their schedulers, or without any, no counter is left that moved: the weights differ, and
-    the steps do not fit the numbers.
-    """
-    output = with_two_optimizers(tmp_path)
-    for name in ("optimizer.bin", "optimizer_1.bin"):
-        shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}")
-    ((severity, sentence),) = told(output / f"checkpoint_{target}")
-    assert severity == "warning"
-    assert words in sentence
-    assert in_names(output).keys() == {f"checkpoint_{target}"}
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_an_older_optimizer_that_counts_no_steps_changes_the_checkpoint_to_resume_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,11 +70,7 @@ def test_an_older_optimizer_that_counts_no_steps_changes_the_checkpoint_to_resum
     for number in range(3):
         model(torch.rand(2, 30)).sum().backward()
         optimizer.step()
-        folder = tmp_path / f"epoch_{number}"
-        folder.mkdir()
-        save_file(model.state_dict(), folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
-        torch.save({"step": number}, folder / "random_states_0.pkl")
+        write_save(tmp_path / f"epoch_{number}", model.state_dict(), optimizer)
     assert run(["check", "-r", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("epoch_2, the newest complete one")
     shutil.copy(tmp_path / "epoch_0" / "optimizer.bin", tmp_path / "epoch_2")
@@ -197,14 +95,10 @@ def epochs(output: Path, last: Callable[[torch.Tensor], torch.Tensor], count: in
         for _ in range(5 if number < count - 1 else 0):
             model(torch.rand(2, 30)).sum().backward()
             optimizer.step()
-        folder = output / f"epoch_{number}"
-        folder.mkdir(parents=True)
         weights = model.state_dict()
         if number == count - 1:
             weights = {key: last(value) for key, value in weights.items()}
-        save_file(weights, folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
-        torch.save({"step": number}, folder / "random_states_0.pkl")
+        write_save(output / f"epoch_{number}", weights, optimizer)
     return output
 
 
@@ -231,42 +125,6 @@ def test_a_run_that_goes_back_to_an_older_save_is_clean(tmp_path: Path) -> None:
     shutil.rmtree(output / "epoch_3")
     shutil.copytree(output / "epoch_0", output / "epoch_3")
     assert in_names(output) == {}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("numbers", "target"), [((2, 3, 4), 3), ((1, 2, 3), 3)])
-def test_the_first_pair_of_models_in_sub_folders_is_compared_with_the_save_after_it(
-    numbers: tuple[int, ...], target: int, tmp_path: Path
-) -> None:
-    """Two alone do not show that the model changes, so that it was a note."""
-    output = saved_by_hooks(tmp_path, numbers=numbers)
-    name = "unet/diffusion_pytorch_model.safetensors"
-    shutil.copy(output / "checkpoint_2" / name, output / f"checkpoint_{target}" / name)
-    ((severity, words),) = told(output / f"checkpoint_{target}")
-    assert severity == "warning"
-    assert words.startswith(f"{name}: weights as in checkpoint_2 ")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_in_a_sub_folder_of_an_older_save_is_found(tmp_path: Path) -> None:
-    output = saved_by_hooks(tmp_path)
-    name = "unet/diffusion_pytorch_model.safetensors"
-    shutil.copy(output / "checkpoint_1" / name, output / "checkpoint_4" / name)
-    assert [severity for severity, _ in told(output / "checkpoint_4")] == ["note"]
-    assert in_names(output).keys() == {"checkpoint_4"}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_shards_of_an_older_save_are_one_finding(tmp_path: Path) -> None:
-    output = sharded_runs(tmp_path / "run")
-    _, *names = sorted(path.name for path in (output / "checkpoint-1").glob("model-*.safetensors"))
-    folder = copied(output, *names[:2], source=1, target=3)
-    ((severity, words),) = told(folder)
-    assert severity == "warning"
-    assert words.startswith(f"{names[0]} and {names[1]}: weights as in checkpoint-1 ")
-    findings = check(folder, siblings=output.iterdir()).findings
-    (finding,) = (finding for finding in findings if finding.code == "stale-save")
-    assert "copy these files of both again from their source, or resume from" in finding.advice
 
 
 def with_etags_of_bytes(url: str) -> None:

@@ -24,6 +24,7 @@ from ckptfix.errors import UsageError
 from ckptfix.verification.diff import diff
 from ckptfix.verification.seal import seal
 from ckptfix.verification.verify import verify
+from tests.tiny_models import load, tiny
 
 WEIGHTS = {"weight": torch.arange(6.0).reshape(2, 3)}
 
@@ -91,6 +92,13 @@ def torchscript(path: Path) -> None:
             archive.writestr("archive/" + name.partition("/")[2], saved.read(name))
         archive.writestr("archive/code/__torch__.py", "")
         archive.writestr("archive/constants.pkl", b"\x80\2).")
+
+
+def tar(path: Path) -> None:
+    """Write an archive as torch.save did before 0.4."""
+    with tarfile.open(path, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            archive.addfile(tarfile.TarInfo(name))
 
 
 @pytest.fixture
@@ -201,8 +209,7 @@ class TestTarFiles:
         assert (report.status, len(report.folder.components[0].tensors)) == (0, 1)
 
     def test_a_tar_archive_is_not_checked(self, folder: Path) -> None:
-        with tarfile.open(folder / "older.pth.tar", "w") as archive:
-            archive.add(folder / "model.safetensors", "storages")
+        tar(folder / "older.pth.tar")
         report = check(folder)
         assert (report.findings, report.status) == ((), 0)
         (said,) = [line for line in report.not_checked if "older.pth.tar" in line]
@@ -223,14 +230,14 @@ class TestTorchScript:
             assert (report.status, report.unfinished) == (0, ())
             assert len([line for line in report.not_checked if "model.pt" in line]) == 1
 
-    @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
-    def test_a_flipped_byte_is_found(self, tmp_path: Path, name: str) -> None:
-        torchscript(tmp_path / name)
+    def test_a_flipped_byte_is_found(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        torchscript(path)
         seal(tmp_path)
         assert verify(tmp_path, data=True).status == 0
-        data = bytearray((tmp_path / name).read_bytes())
+        data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
-        (tmp_path / name).write_bytes(data)
+        path.write_bytes(data)
         assert verify(tmp_path).status == 1
 
     def test_next_to_weights_it_stops_nothing(self, tmp_path: Path) -> None:
@@ -277,22 +284,14 @@ OTHER_RUNTIMES: dict[str, tuple[dict[str, bytes], str]] = {
 def test_weights_of_another_runtime_are_not_checked(
     tmp_path: Path, runtime: str, has_weights: bool
 ) -> None:
-    from transformers import BertConfig, BertModel
-
     files, words = OTHER_RUNTIMES[runtime]
     if has_weights:
-        size = {
-            "hidden_size": 8,
-            "num_attention_heads": 2,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-        }
-        BertModel(BertConfig(vocab_size=9, **size)).save_pretrained(tmp_path)
+        tiny("BertModel").save_pretrained(tmp_path)
     for name, data in files.items():
         if name != "config.json" or not has_weights:
             (tmp_path / name).write_bytes(data)
     if has_weights:
-        BertModel.from_pretrained(tmp_path)
+        assert load(tmp_path) == "complete"
     elif "config.json" not in files:
         (tmp_path / "config.json").write_text(
             '{"architectures": ["BertModel"], "transformers_version": "5.23.0"}'
@@ -311,32 +310,30 @@ def test_noise_under_a_name_of_a_script_is_not_checked(folder: Path, name: str) 
     assert f"{name}: not a torch file, and no library looks for this name" in report.not_checked
 
 
-def test_a_torch_zip_that_lost_its_beginning_and_its_end_is_damage(folder: Path) -> None:
-    """Neither its magic nor the name of its first record is left, but the pickle of a tensor is."""
-    torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
-    data = (folder / "model.bin").read_bytes()
+def without_ends(data: bytes) -> bytes:
+    """Take away the magic, the name of the first record and the end: the pickle of a tensor is
+    left.
+    """
     end = data.index(b"torch._utils\n_rebuild_") + 40
-    (folder / "model.bin").write_bytes(b"P" + bytes(7) + data[1:30] + data[45:end])
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(folder / "model.bin", weights_only=True)
-    assert check(folder).status == 1
+    return b"P" + bytes(7) + data[1:30] + data[45:end]
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_a_few_bytes_of_a_zip_with_a_wrong_one_among_the_first(folder: Path, place: int) -> None:
-    torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
-    data = bytearray((folder / "model.bin").read_bytes()[:24])
-    data[place] ^= 0x80
-    (folder / "model.bin").write_bytes(data)
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(folder / "model.bin", weights_only=True)
-    assert check(folder).status == 1
+def with_a_wrong_byte(place: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:place] + bytes([data[place] ^ 0x80]) + data[place + 1 : 24]
 
 
-def test_a_few_bytes_of_a_zip_in_another_order(folder: Path) -> None:
+CUT_ZIPS: dict[str, Callable[[bytes], bytes]] = {
+    "without its ends": without_ends,
+    **{f"a wrong byte at {place}": with_a_wrong_byte(place) for place in range(4)},
+    "in another order": lambda data: data[6:12] + data[:6] + data[12:15],
+}
+
+
+@pytest.mark.parametrize("damage", CUT_ZIPS)
+def test_a_few_bytes_of_a_torch_zip_are_damage(folder: Path, damage: str) -> None:
     torch.save({"weight": torch.ones(2, 2)}, folder / "model.bin")
     data = (folder / "model.bin").read_bytes()
-    (folder / "model.bin").write_bytes(data[6:12] + data[:6] + data[12:15])
+    (folder / "model.bin").write_bytes(CUT_ZIPS[damage](data))
     with pytest.raises(pickle.UnpicklingError):
         torch.load(folder / "model.bin", weights_only=True)
     assert check(folder).status == 1
@@ -350,19 +347,15 @@ def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "pytorch_model.bin",
-            "adapter_model.bin",
-            "student.safetensors",
-            "optimizer.pt",
-            "scaler.pt",
-        ),
-        *(
-            "mp_rank_00_model_states.pt",
-            "optimizer_0_rank1.bin",
-            "pytorch_model_fsdp.bin",
-            "rng_state_0.pth",
-        ),
+        "pytorch_model.bin",
+        "adapter_model.bin",
+        "student.safetensors",
+        "optimizer.pt",
+        "scaler.pt",
+        "mp_rank_00_model_states.pt",
+        "optimizer_0_rank1.bin",
+        "pytorch_model_fsdp.bin",
+        "rng_state_0.pth",
         "learned_embeds.bin",
     ],
 )
@@ -396,22 +389,18 @@ def test_a_damaged_torch_file_under_a_name_of_a_script_is_damage(folder: Path, n
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "rust_model.ot",
-            "model.tflite",
-            "saved_model.pb",
-            "model.engine",
-            "model.keras",
-            "model.ckpt.index",
-        ),
-        *(
-            "model.pdparams",
-            "model.mlmodel",
-            "model.pte",
-            "model.ggml",
-            "openvino_model.bin",
-            "weight.bin",
-        ),
+        "rust_model.ot",
+        "model.tflite",
+        "saved_model.pb",
+        "model.engine",
+        "model.keras",
+        "model.ckpt.index",
+        "model.pdparams",
+        "model.mlmodel",
+        "model.pte",
+        "model.ggml",
+        "openvino_model.bin",
+        "weight.bin",
     ],
 )
 def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, name: str) -> None:
@@ -447,14 +436,24 @@ def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "suffix", "reader"),
-    [(gguf, ".gguf", "llama.cpp"), (onnx, ".onnx", "onnxruntime"), (npy, ".npy", "numpy.load")],
+    [
+        (gguf, ".gguf", "llama.cpp"),
+        (onnx, ".onnx", "onnxruntime"),
+        (npy, ".npy", "numpy.load"),
+        (torchscript, ".ts", "torch.jit.load"),
+        (tar, ".tar", "torch.load(FILE, weights_only=False)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"]
 )
 def test_under_a_loaders_name_the_advice_names_what_reads_it(
-    tmp_path: Path, make: Callable[[Path], None], suffix: str, reader: str
+    folder: Path, make: Callable[[Path], None], suffix: str, reader: str, name: str
 ) -> None:
-    make(tmp_path / "pytorch_model.bin")
-    report = check(tmp_path)
+    make(folder / name)
+    report = check(folder)
     (finding,) = [one for one in report.findings if one.code == "not-a-tensor-file"]
-    assert f"rename the file to pytorch_model{suffix}, and read it with" in finding.advice
+    stem = name.partition(".")[0]
+    assert f"rename the file to {stem}{suffix}, and read it with" in finding.advice
     assert reader in finding.advice
     assert "salvage" not in str(report)

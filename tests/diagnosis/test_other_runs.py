@@ -138,14 +138,6 @@ def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(
         latest_checkpoint(tmp_path / "run")
 
 
-def whole(folder: Path, older: Path) -> None:
-    put(folder, older, *range(1, 8))
-
-
-def rotated(folder: Path, older: Path) -> None:
-    put(folder, older, 2, 6, 7)
-
-
 def resumed(folder: Path, older: Path) -> None:
     put(folder, older, 1, 2)
     trained(folder, steps=7, resume="checkpoint-2")
@@ -162,10 +154,6 @@ def resumed_with_other_batches(folder: Path, older: Path) -> None:
     trained(folder, steps=4, logging_strategy="no", resume="checkpoint-2")
 
 
-def evaluated(folder: Path, older: Path) -> None:
-    trained(folder, eval_strategy="steps", eval_steps=1)
-
-
 def without_logs(folder: Path, older: Path) -> None:
     trained(folder, steps=2, logging_strategy="no")
     trained(folder, steps=4, logging_strategy="no", resume="checkpoint-2")
@@ -180,25 +168,25 @@ def shortened(folder: Path, older: Path) -> None:
         path.write_text(json.dumps(state))
 
 
-HEALTHY = [
-    whole,
-    rotated,
-    resumed,
-    resumed_with_other_batches,
-    extended,
-    evaluated,
-    without_logs,
-    shortened,
-]
+HEALTHY: dict[str, Callable[[Path, Path], object]] = {
+    "whole": lambda folder, older: put(folder, older, *range(1, 8)),
+    "rotated": lambda folder, older: put(folder, older, 2, 6, 7),
+    "resumed": resumed,
+    "resumed with other batches": resumed_with_other_batches,
+    "extended": extended,
+    "evaluated": lambda folder, older: trained(folder, eval_strategy="steps", eval_steps=1),
+    "without logs": without_logs,
+    "shortened": shortened,
+}
 
 
 @pytest.mark.parametrize("order", ["in order", "as copied"])
-@pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", HEALTHY)
 def test_one_run_is_taken_by_its_numbers(
-    make: Callable[[Path, Path], None], order: str, older: Path, tmp_path: Path
+    name: str, order: str, older: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    make(folder, older)
+    HEALTHY[name](folder, older)
     if order == "as copied":
         now = time.time()
         for path in folder.iterdir():

@@ -110,26 +110,18 @@ def point_above(root: Path) -> None:
     repoint(root, lambda path: f"../{path}")
 
 
-def point_from_the_top(root: Path) -> None:
-    repoint(root, lambda path: str(root / path))
+ELSEWHERE: dict[str, Callable[[Path], None]] = {
+    "through a link": link_the_folder,
+    "above": point_above,
+    "from the top": lambda root: repoint(root, lambda path: str(root / path)),
+    "through the folder": lambda root: repoint(root, lambda path: f"shards/../{path}"),
+    "with a dot": lambda root: repoint(root, lambda path: f"./{path}"),
+}
 
 
-def point_through(root: Path) -> None:
-    repoint(root, lambda path: f"shards/../{path}")
-
-
-def begin_with_a_dot(root: Path) -> None:
-    repoint(root, lambda path: f"./{path}")
-
-
-ELSEWHERE = [link_the_folder, point_above, point_from_the_top, point_through, begin_with_a_dot]
-
-
-@pytest.mark.parametrize("change", ELSEWHERE)
-def test_an_index_that_leads_to_files_elsewhere_is_not_damaged(
-    folder: Path, change: Callable[[Path], None]
-) -> None:
-    change(folder)
+@pytest.mark.parametrize("how", ELSEWHERE)
+def test_an_index_that_leads_to_files_elsewhere_is_not_damaged(folder: Path, how: str) -> None:
+    ELSEWHERE[how](folder)
     assert REAL["load_checkpoint_in_model"](folder) == 3
     report = check(folder)
     assert (report.findings, report.status) == ((), 3)
@@ -156,21 +148,16 @@ def test_a_resume_takes_a_checkpoint_of_the_trainer_with_such_an_index(
         latest_checkpoint(tmp_path / "run")
 
 
-def through_a_folder_that_is_absent(root: Path) -> None:
-    repoint(root, lambda path: f"absent/../{path}")
+NOWHERE: dict[str, Callable[[Path], None]] = {
+    "a lost shard": lose_a_shard,
+    "through an absent folder": lambda root: repoint(root, lambda path: f"absent/../{path}"),
+    "an absent folder": lambda root: repoint(root, lambda path: f"/absent/{path}"),
+}
 
 
-def at_a_place_that_is_absent(root: Path) -> None:
-    repoint(root, lambda path: f"/absent/{path}")
-
-
-@pytest.mark.parametrize(
-    "damage", [lose_a_shard, through_a_folder_that_is_absent, at_a_place_that_is_absent]
-)
-def test_an_index_that_leads_nowhere_is_malformed(
-    folder: Path, damage: Callable[[Path], None]
-) -> None:
-    damage(folder)
+@pytest.mark.parametrize("how", NOWHERE)
+def test_an_index_that_leads_nowhere_is_malformed(folder: Path, how: str) -> None:
+    NOWHERE[how](folder)
     with pytest.raises(OSError, match="No such file or directory"):
         REAL["load_checkpoint_in_model"](folder)
     (finding,) = check(folder).findings
@@ -196,6 +183,7 @@ SPELLED: dict[str, Callable[[Path, str], str]] = {
 
 def spelled(root: Path, index: str, how: str) -> Path:
     """Write two shards, and an index with a path to each of them."""
+    root.mkdir(exist_ok=True)
     write(root / index, values(3))
     document = json.loads((root / index).read_text())
     paths = {key: SPELLED[how](root, name) for key, name in document["weight_map"].items()}
@@ -251,10 +239,7 @@ def test_loaders_follow_paths_to_files_in_the_folder_but_for_diffusers(
 
 @pytest.mark.parametrize("how", SPELLED)
 def test_a_salvaged_copy_leads_to_its_own_files(tmp_path: Path, how: str) -> None:
-    root = tmp_path / "model"
-    root.mkdir()
-    spelled(root, INDEX, how)
-    copy = tmp_path / "copy"
+    root, copy = spelled(tmp_path / "model", INDEX, how), tmp_path / "copy"
     assert not salvage(root, copy).lost
     repair(copy)
     shutil.rmtree(root)
@@ -263,10 +248,7 @@ def test_a_salvaged_copy_leads_to_its_own_files(tmp_path: Path, how: str) -> Non
 
 
 def test_paths_of_the_place_before_a_move_are_an_error_that_a_repair_ends(tmp_path: Path) -> None:
-    root = tmp_path / "model"
-    root.mkdir()
-    spelled(root, INDEX, "/folder/x")
-    root = root.rename(tmp_path / "moved")
+    root = spelled(tmp_path / "model", INDEX, "/folder/x").rename(tmp_path / "moved")
     with pytest.raises(OSError, match="No such file or directory"):
         REAL["load_checkpoint_in_model"](root)
     (finding,) = check(root).findings
@@ -278,9 +260,7 @@ def test_paths_of_the_place_before_a_move_are_an_error_that_a_repair_ends(tmp_pa
 
 @pytest.mark.parametrize(("how", "status"), [("./x", 0), ("/folder/x", 1)])
 def test_in_a_store(tmp_path: Path, how: str, status: int) -> None:
-    root = tmp_path / "model"
-    root.mkdir()
-    spelled(root, INDEX, how)
+    root = spelled(tmp_path / "model", INDEX, how)
     url = f"memory://{os.urandom(6).hex()}/model"
     upload_folder(root, url)
     shutil.rmtree(root)

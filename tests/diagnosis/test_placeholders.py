@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 
 from ckptfix import check, latest_checkpoint
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
+from tests.diagnosis.test_misnamed import Small
+from tests.tiny_models import load, tensors_of, tiny, write
 
 State = dict[str, Any]
 
@@ -105,18 +106,14 @@ def test_the_size_in_the_index_shows_a_single_placeholder(tmp_path: Path) -> Non
 
 
 def test_from_pretrained_refuses_placeholders(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model: Any = GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
-    )
-    model.save_pretrained(tmp_path)
+    tiny("GPT2LMHeadModel").save_pretrained(tmp_path)
     assert check(tmp_path).status == 0
-    state = load_file(tmp_path / "model.safetensors")
-    weights = {key: torch.empty(0) if value.dim() == 2 else value for key, value in state.items()}
-    save(weights, tmp_path / "model.safetensors")
-    with pytest.raises(RuntimeError, match="mismatch"):
-        GPT2LMHeadModel.from_pretrained(tmp_path)
+    state = tensors_of(tmp_path)
+    write(
+        tmp_path,
+        {key: torch.empty(0) if value.dim() == 2 else value for key, value in state.items()},
+    )
+    assert load(tmp_path) == "RuntimeError"
     assert {(one.severity.value, one.code) for one in check(tmp_path).findings} == {
         ("error", "wrong-state")
     }
@@ -176,18 +173,11 @@ def test_healthy_tensors_without_elements_are_clean(tmp_path: Path, kind: str) -
 
 
 def saved(root: Path, state: State | None = None) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    accelerator.prepare(model, optimizer)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    accelerator.save_state(str(root))
+    script = Small(net())
+    script.saved(root)
     if state is not None:
         save(state, root / "model.safetensors")
-    return accelerator
+    return script.accelerator
 
 
 def test_latest_checkpoint_passes_over_placeholders(tmp_path: Path) -> None:

@@ -180,6 +180,24 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize("weights", FORMATS)
+def test_weights_in_the_format_of_another_method_than_that_of_the_config(
+    weights: str, tmp_path: Path
+) -> None:
+    """Keys of gptq and awq do not differ. The reader of fp8 alone needs no other library."""
+    alike = {"gptq", "awq"}
+    for name, (settings, _) in FORMATS.items():
+        if name == weights or {name, weights} <= alike or "mxfp4" in (name, weights):
+            continue
+        root = model(tmp_path / name, weights, configured=False, quantized=True)
+        reconfigure(root, quantization_config=settings)
+        ((severity, message),) = verdicts(root)
+        assert severity == "error"
+        assert "but config.json specifies " in message
+        if name == "fp8":
+            assert load(root) != "complete"
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_weights_under_a_config_that_names_a_method(name: str, tmp_path: Path) -> None:
     root = model(tmp_path, name, configured=True, quantized=False)

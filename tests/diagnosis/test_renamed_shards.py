@@ -1,13 +1,9 @@
 """Shards under other names than their index lists: named with the commands that bring them back."""
 
-import bz2
-import gzip
 import json
-import lzma
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +12,19 @@ import torch
 
 from ckptfix import check, repair, salvage
 from tests.diagnosis.test_odd_indexes import (
-    KINDS,
     Diffusers,
     Folder,
     Library,
     Transformers,
+    copy_of,
+    folder,
+    library,
     read,
+    saved,
     write,
 )
 
-
-@pytest.fixture(scope="module")
-def saved(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[type[Library], str], tuple[Library, Folder]]:
-    folders: dict[tuple[type[Library], str], tuple[Library, Folder]] = {}
-    for kind, suffix in KINDS:
-        library = kind()
-        root = tmp_path_factory.mktemp(kind.__name__)
-        folders[kind, suffix] = library, library.save(root / "model", suffix)
-    return folders
-
-
-def copy_of(source: Folder, path: Path) -> Folder:
-    return replace(source, path=Path(shutil.copytree(source.path, path)))
+__all__ = ["folder", "library", "saved"]
 
 
 def rename(folder: Folder, name: Callable[[str], str], *numbers: int) -> None:
@@ -61,9 +46,11 @@ def findings(folder: Folder) -> list[Any]:
     return list(check(folder.path).all_findings)
 
 
-@pytest.mark.parametrize("numbers", [(), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("kind", "suffix"), [(Transformers, ".safetensors"), (Diffusers, ".bin")])
+@pytest.mark.parametrize(
+    ("kind", "suffix", "numbers"),
+    [(Transformers, ".safetensors", ()), (Diffusers, ".bin", (1, 3))],
+)
 def test_renamed_shards_are_named_with_the_commands_that_rename_them(
     saved: Any,
     tmp_path: Path,
@@ -91,10 +78,8 @@ def test_renamed_shards_are_named_with_the_commands_that_rename_them(
 
 
 def test_a_size_in_the_index_that_the_other_shards_exceed_counts_for_nothing(
-    saved: Any, tmp_path: Path
+    library: Library, folder: Folder
 ) -> None:
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     document = json.loads(folder.index.read_text())
     document["metadata"]["total_size"] = 1
     folder.index.write_text(json.dumps(document))
@@ -106,9 +91,7 @@ def test_a_size_in_the_index_that_the_other_shards_exceed_counts_for_nothing(
     assert finding.advice_at(str(folder.path)).endswith(f" {folder.shard(1)}")
 
 
-def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -> None:
-    _, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
+def test_the_sentence_about_several_renamed_shards(folder: Folder, tmp_path: Path) -> None:
     rename(folder, NAMES["another total"], 1, 2)
     folder.shard(3).unlink()
     (finding,) = findings(folder)
@@ -131,11 +114,9 @@ def test_the_sentence_about_several_renamed_shards(saved: Any, tmp_path: Path) -
 
 
 def test_no_index_is_written_under_a_name_of_which_another_index_has_the_keys(
-    saved: Any, tmp_path: Path
+    library: Library, folder: Folder
 ) -> None:
     """Two files with the keys of each missing shard: which of them was renamed is not clear."""
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     for number in (1, 2, 3):
         shutil.copy(folder.shard(number), folder.path / f"my{folder.shard(number).name}")
     rename(folder, NAMES["the stem of the other format"])
@@ -155,10 +136,8 @@ def test_no_index_is_written_under_a_name_of_which_another_index_has_the_keys(
 
 
 def test_an_index_is_written_of_shards_of_which_one_has_a_copy_of_all_tensors(
-    saved: Any, tmp_path: Path
+    library: Library, folder: Folder
 ) -> None:
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     folder.index.unlink()
     write(folder.shard(3), {**read(folder.shard(3)), **read(folder.shard(1))})
     assert repair(folder.path).status == 0
@@ -168,25 +147,19 @@ def test_an_index_is_written_of_shards_of_which_one_has_a_copy_of_all_tensors(
     ]
 
 
-def test_the_only_index_of_shards_of_any_name_is_written(saved: Any, tmp_path: Path) -> None:
+def test_the_only_index_of_shards_of_any_name_is_written(library: Library, folder: Folder) -> None:
     """``load_checkpoint_in_model`` takes the only index of a folder."""
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     (folder.path / "config.json").unlink()
     folder.index.unlink()
     rename(folder, NAMES["another stem"])
     assert repair(folder.path).status == 0
     (model,) = Library.loads(library, folder)
-    assert all(
-        model.state_dict()[key].equal(tensor) for key, tensor in library.model.state_dict().items()
-    )
+    assert library.is_equal(model)
 
 
 def test_a_file_with_the_keys_of_the_missing_shards_of_two_indexes_is_not_named(
-    saved: Any, tmp_path: Path
+    folder: Folder,
 ) -> None:
-    _, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     of_variant = folder.path / "model.safetensors.index.fp16.json"
     of_variant.write_text(folder.index.read_text().replace("-of-00003.", "-of-00003.fp16."))
     for number in (1, 3):
@@ -207,8 +180,10 @@ def moved_into(folder: Folder, where: str, *numbers: int) -> Path:
     return inner
 
 
-@pytest.mark.parametrize("numbers", [(1, 2, 3), (2,)], ids=str)
-@pytest.mark.parametrize(("kind", "suffix"), [(Transformers, ".safetensors"), (Diffusers, ".bin")])
+@pytest.mark.parametrize(
+    ("kind", "suffix", "numbers"),
+    [(Transformers, ".safetensors", (1, 2, 3)), (Diffusers, ".bin", (2,))],
+)
 def test_shards_in_a_sub_folder_are_named(
     saved: Any, tmp_path: Path, kind: type[Library], suffix: str, numbers: tuple[int, ...]
 ) -> None:
@@ -228,12 +203,8 @@ def test_shards_in_a_sub_folder_are_named(
 @pytest.mark.parametrize(
     "what", ["its own index", "a config", "another key", "cut", "in two folders"]
 )
-def test_shards_of_another_model_in_a_sub_folder_are_not_named(
-    saved: Any, tmp_path: Path, what: str
-) -> None:
+def test_shards_of_another_model_in_a_sub_folder_are_not_named(folder: Folder, what: str) -> None:
     """The Trainer's last model has checkpoints below it, with shards of the same names and keys."""
-    _, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     inner = moved_into(folder, "weights", 2)
     shard = inner / folder.shard(2).name
     if what == "its own index":
@@ -261,11 +232,9 @@ def test_shards_of_another_model_in_a_sub_folder_are_not_named(
     ],
 )
 def test_a_complete_shard_with_another_ending_is_named(
-    saved: Any, tmp_path: Path, name: str
+    library: Library, folder: Folder, name: str
 ) -> None:
     """In capitals the ending, too, was another: the shard was to be copied again."""
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
     near = name.format(folder.shard(2).name, upper=folder.shard(2).name.upper())
     rename(folder, lambda _: near, 2)
     # A download with all tensors is not an interrupted one, too, with advice to copy the file
@@ -279,9 +248,7 @@ def test_a_complete_shard_with_another_ending_is_named(
     assert findings(folder) == []
 
 
-def test_a_cut_download_of_a_shard_is_still_an_interrupted_one(saved: Any, tmp_path: Path) -> None:
-    _, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
+def test_a_cut_download_of_a_shard_is_still_an_interrupted_one(folder: Folder) -> None:
     rename(folder, lambda name: f"{name}.crdownload", 2, 3)
     cut = folder.path / f"{folder.shard(3).name}.crdownload"
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -289,81 +256,3 @@ def test_a_cut_download_of_a_shard_is_still_an_interrupted_one(saved: Any, tmp_p
     assert (missing.code, interrupted.code) == ("missing-shard", "interrupted-save")
     assert interrupted.path.name == cut.name
     assert "copy the other shards again" in missing.advice_at(str(folder.path))
-
-
-@pytest.mark.parametrize(
-    ("ending", "compress"),
-    [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)],
-)
-def test_a_compressed_shard_is_named(
-    saved: Any, tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
-) -> None:
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
-    shard = folder.shard(2)
-    packed = shard.with_name(shard.name + ending)
-    packed.write_bytes(compress(shard.read_bytes()))
-    shard.unlink()
-    (finding,) = findings(folder)
-    assert str(finding).endswith(f"; found compressed: {packed.name!r}")
-    assert finding.advice_at("s3://bucket/model") == f"unpack {packed.name!r}"
-    _, _, command = finding.advice_at(str(folder.path)).partition(": ")
-    if shutil.which(command.split()[0]) is None:
-        pytest.skip(f"needs {command.split()[0]}")
-    subprocess.run(command, shell=True, check=True)
-    assert library.is_loaded(folder)
-    assert findings(folder) == []
-
-
-def test_a_file_that_only_its_name_says_is_compressed_is_not_named(
-    saved: Any, tmp_path: Path
-) -> None:
-    _, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
-    shard = folder.shard(2)
-    shard.with_name(f"{shard.name}.gz").write_bytes(b"nothing")
-    shard.unlink()
-    (finding,) = findings(folder)
-    assert "compressed" not in str(finding)
-
-
-def pack(shard: Path) -> None:
-    """Write a shard in two compressed forms."""
-    for ending, compress in ((".gz", gzip.compress), (".xz", lzma.compress)):
-        shard.with_name(shard.name + ending).write_bytes(compress(shard.read_bytes()))
-
-
-def test_a_shard_in_two_compressed_forms_counts_once(saved: Any, tmp_path: Path) -> None:
-    """Two files of the first shard were taken for the second, which nobody was told to copy."""
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
-    first, second, _ = map(folder.shard, (1, 2, 3))
-    pack(first)
-    first.unlink()
-    second.rename(tmp_path / second.name)
-    (finding,) = findings(folder)
-    command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
-    assert command == f"unpack the compressed shard: gunzip {first}.gz"
-    assert rest == "copy the other shards again from their source"
-    subprocess.run(command.partition(": ")[2], shell=True, check=True)
-    (tmp_path / second.name).rename(second)
-    assert library.is_loaded(folder)
-    assert findings(folder) == []
-
-
-def test_a_shard_that_is_there_under_another_name_need_not_be_unpacked(
-    saved: Any, tmp_path: Path
-) -> None:
-    library, source = saved[Transformers, ".safetensors"]
-    folder = copy_of(source, tmp_path / "model")
-    first, second = folder.shard(1), folder.shard(2)
-    pack(first)
-    first.rename(f"{first}.bak")
-    second.rename(tmp_path / second.name)
-    (finding,) = findings(folder)
-    command, _, rest = finding.advice_at(str(folder.path)).partition("; ")
-    assert rest == "copy the other shards again from their source"
-    subprocess.run(command.partition(": ")[2], shell=True, check=True)
-    (tmp_path / second.name).rename(second)
-    assert library.is_loaded(folder)
-    assert findings(folder) == []

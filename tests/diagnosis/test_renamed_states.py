@@ -25,8 +25,12 @@ from tests.diagnosis.test_wrong_states import (
     Counter,
     Run,
     exchanged,
+    healthy,
+    root,
 )
 from tests.stores.servers import upload_folder
+
+__all__ = ["healthy", "root"]
 
 
 class Generators:
@@ -102,28 +106,20 @@ def test_a_state_that_was_copied_over_a_custom_object_is_told(
     assert (code, severity) == ("wrong-state", "error")
     assert sentence.startswith(f"{CUSTOM}: it holds ")
     assert sentence.endswith(f", saved as {name} (expected a custom object)")
-
-
-@pytest.mark.parametrize("name", [RANDOM, OPTIMIZER, SCHEDULER, SCALER])
-def test_load_state_fails_with_a_copy_over_a_custom_object(name: str, tmp_path: Path) -> None:
-    counter = Counter()
-    root = run(counter).save(tmp_path / "checkpoint_0")
-    assert loads_as_saved(root, counter)
-    shutil.copy(root / name, root / CUSTOM)
-    assert not loads_as_saved(root, counter)
+    if words == "a counter":
+        assert not loads_as_saved(root, Counter())
 
 
 @pytest.mark.parametrize("name", [SCHEDULER, RANDOM])
-def test_a_custom_object_that_was_copied_over_a_state_is_told(name: str, tmp_path: Path) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
+def test_a_custom_object_that_was_copied_over_a_state_is_told(name: str, root: Path) -> None:
     shutil.copy(root / CUSTOM, root / name)
     ((_, severity, sentence),) = told(root)
     assert sentence.startswith(f"{name}: it holds ")
     assert severity in ("error", "warning")
 
 
-def test_a_scheduler_and_a_custom_object_that_were_exchanged_are_told(tmp_path: Path) -> None:
-    root = exchanged(Run().save(tmp_path / "checkpoint_0"), SCHEDULER, CUSTOM)
+def test_a_scheduler_and_a_custom_object_that_were_exchanged_are_told(root: Path) -> None:
+    exchanged(root, SCHEDULER, CUSTOM)
     ((code, severity, sentence),) = told(root)
     assert (code, severity) == ("wrong-state", "error")
     assert sentence.endswith(f"; swapped with {SCHEDULER}")
@@ -221,9 +217,8 @@ def test_a_file_renamed_in_one_of_several_checkpoints_is_told_there_alone(
 
 
 def test_random_states_in_a_custom_object_are_judged_by_the_name_they_were_saved_under(
-    tmp_path: Path,
+    root: Path,
 ) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
     states = torch.load(root / RANDOM, weights_only=False)
     with (root / CUSTOM).open("wb") as stream:
         torch.save(states, stream)
@@ -237,16 +232,14 @@ def test_random_states_in_a_custom_object_are_judged_by_the_name_they_were_saved
     assert told(root) == []
 
 
-def test_random_states_of_another_checkpoint_are_told(tmp_path: Path) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
+def test_random_states_of_another_checkpoint_are_told(root: Path, tmp_path: Path) -> None:
     torch.save(torch.load(root / RANDOM, weights_only=False), tmp_path / "random_states_4.pkl")
     (tmp_path / "random_states_4.pkl").rename(root / CUSTOM)
     ((code, severity, _),) = told(root)
     assert (code, severity) == ("wrong-state", "error")
 
 
-def test_random_states_that_other_processes_were_given_are_noted(tmp_path: Path) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
+def test_random_states_that_other_processes_were_given_are_noted(root: Path) -> None:
     shutil.copy(root / RANDOM, root / "random_states_1.pkl")
     assert [(code, severity) for code, severity, _ in told(root)] == [("wrong-state", "note")]
 

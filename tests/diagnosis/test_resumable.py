@@ -22,6 +22,8 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.latest import time_of
 from ckptfix.diagnosis.resumable import choose, examine
 from tests.commanding import Said, said
+from tests.diagnosis.test_passed_over import gone
+from tests.diagnosis.test_wrong_states import exchanged
 
 __all__ = ["said"]
 
@@ -74,14 +76,6 @@ def resumes(checkpoint: Path) -> bool:
     return False
 
 
-def gone(*names: str) -> Change:
-    def change(root: Path) -> None:
-        for name in names:
-            (root / name).unlink()
-
-    return change
-
-
 def folder(name: str) -> Change:
     def change(root: Path) -> None:
         (root / name).unlink()
@@ -110,12 +104,6 @@ def to_sgd(state: dict[str, Any]) -> None:
 def flipped(root: Path) -> None:
     data = (root / "optimizer.bin").read_bytes()
     (root / "optimizer.bin").write_bytes(data.replace(b"exp_avg_sq", b"exp_avg_sx"))
-
-
-def exchanged(root: Path) -> None:
-    (root / "model.safetensors").rename(root / "third")
-    (root / "model_1.safetensors").rename(root / "model.safetensors")
-    (root / "third").rename(root / "model_1.safetensors")
 
 
 def without_bias(root: Path) -> None:
@@ -162,7 +150,7 @@ REFUSED: dict[str, Change] = {
     "cut optimizer": lambda root: os.truncate(root / "optimizer.bin", 900),
     "bytes after an optimizer": lambda root: after(root / "optimizer.bin"),
     "bytes after weights": lambda root: after(root / "model.safetensors"),
-    "exchanged models": exchanged,
+    "exchanged models": lambda root: exchanged(root, "model.safetensors", "model_1.safetensors"),
     "first model over the second": lambda root: shutil.copy(
         root / "model.safetensors", root / "model_1.safetensors"
     ),

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix import check, repair, salvage, seal, verify
+from ckptfix import OperationError, check, repair, salvage, seal, verify
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import Manifest, read_losses
 from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.config_faults import MissingModel
 from ckptfix.diagnosis.findings.incomplete import MissingFile
 from ckptfix.diagnosis.findings.interrupted import InterruptedSave, Salvaged
-from ckptfix.diagnosis.findings.weight_faults import MissingModel
 from ckptfix.diagnosis.left_out import OF_ONE_SAVE
 from ckptfix.diagnosis.unfinished_copies import is_unfinished
 from ckptfix.storage.paths import MANIFEST
@@ -119,8 +119,15 @@ def test_digests_are_left_to_verify(folder: Path) -> None:
 
 def test_a_manifest_that_says_nothing_is_named(folder: Path) -> None:
     save_manifest(folder)
+    folder = folder.rename(folder.with_name("checkpoint_1"))
     (folder / MANIFEST).write_text("{")
-    assert any("cannot be understood" in words for words in check(folder).not_checked)
+    with pytest.raises(OperationError) as refused:
+        verify(folder)
+    words = str(refused.value)
+    assert words.endswith(f"; to continue without it: rm {folder / MANIFEST}")
+    report = check(folder, resumes=True)
+    assert f"the files of the save: {words}" in report.not_checked
+    assert report.not_resumable == words
 
 
 def test_what_salvage_lost_is_said_until_it_is_there_again(folder: Path, tmp_path: Path) -> None:

@@ -48,21 +48,6 @@ OF_ANOTHER_RUN: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str,
         ),
         "target_modules in adapter_config.json does not cover",
     ),
-    "turned": (
-        ("IA3", {"feedforward_modules": ["down_proj"], **IA3}),
-        ("IA3", {"feedforward_modules": [], **IA3}),
-        "feedforward_modules in adapter_config.json does not list its module",
-    ),
-    "turned the other way": (
-        ("IA3", {"feedforward_modules": [], **IA3}),
-        ("IA3", {"feedforward_modules": ["down_proj"], **IA3}),
-        "feedforward_modules in adapter_config.json lists its module",
-    ),
-    "no projections": (
-        ("Vera", {"target_modules": ["q_proj"], "r": 4, "save_projection": False}),
-        ("Vera", {"target_modules": ["q_proj"], "r": 4}),
-        "no base_model.vera_A, although save_projection is on in adapter_config.json",
-    ),
     "prompts as prefixes": (
         ("PromptTuning", PROMPT),
         ("PrefixTuning", PROMPT),
@@ -90,7 +75,6 @@ HEALTHY: dict[str, tuple[str, dict[str, Any]]] = {
         "IA3",
         {**IA3, "target_modules": ["mlp.down_proj"], "feedforward_modules": ["mlp.down_proj"]},
     ),
-    "projections": ("Vera", {"target_modules": ["q_proj"], "r": 4}),
     "prefixes": ("PrefixTuning", PROMPT),
     "projected prefixes": (
         "PrefixTuning",

@@ -9,6 +9,7 @@ buffer.
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import ckptfix
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Severity
-from tests.diagnosis.test_trainer_states import trainer_in
+from tests.diagnosis.test_trainer_states import trainer_in, with_lora
 from tests.stores.servers import bucket, ministack, ministack_process, upload_folder
 
 __all__ = ["bucket", "ministack", "ministack_process"]
@@ -31,12 +32,21 @@ Told = list[tuple[str, str]]
 """Severity and sentence of each finding."""
 
 
+OPTIONS = pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+
+
 def told(folder: Path, **options: Any) -> Told:
     return [
         (finding.severity.value, str(finding))
         for finding in check(folder, siblings=folder.parent.iterdir(), **options).all_findings
         if finding.code == "stale-save"
     ]
+
+
+def in_names(output: Path, **options: Any) -> dict[str, Told]:
+    """Return the findings about each checkpoint that has any."""
+    every = {folder.name: told(folder, **options) for folder in sorted(output.iterdir())}
+    return {name: findings for name, findings in every.items() if findings}
 
 
 def runs(output: Path, **options: Any) -> Path:
@@ -49,7 +59,10 @@ def runs(output: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs(tmp_path_factory.mktemp("run"), lr_scheduler_type="constant", learning_rate=1e-3)
+    output = tmp_path_factory.mktemp("run")
+    runs(output, lr_scheduler_type="constant", learning_rate=1e-3)
+    assert in_names(output) == in_names(output, data=True) == {}
+    return output
 
 
 @pytest.fixture
@@ -67,44 +80,58 @@ def copied(run_folder: Path, *names: str, source: int = 2, target: int = 3) -> P
 WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer.pt", "scheduler.pt"
 SAMPLED = "; the first bytes of each tensor are equal"
 
+_MOVED = "went from {0} to {1} at a learning rate of 0.001)"
+OLD_WEIGHTS = (
+    f"{WEIGHTS}: weights as in checkpoint-{{0}} (expected different values: step in {OPTIMIZER} "
+    f"{_MOVED}"
+)
+OLD_OPTIMIZER = (
+    f"{OPTIMIZER}: optimizer state of checkpoint-{{0}} (expected new values: last_epoch in "
+    f"{SCHEDULER} {_MOVED}"
+)
+NEW_OPTIMIZER = (
+    f"{OPTIMIZER}: optimizer state of checkpoint-{{0}}, a later save: its step {{0}} matches "
+    f"last_epoch in {SCHEDULER} = {{0}} (expected {{1}})"
+)
+OLD_SAVE = (
+    f"{WEIGHTS}: weights and optimizer state of checkpoint-{{0}} (expected new values: "
+    f"global_step in trainer_state.json {_MOVED}"
+)
+
 
 @pytest.mark.parametrize(
-    ("names", "expected"),
+    ("names", "sentence", "source", "target"),
     [
-        ((), []),
-        (
-            (WEIGHTS,),
-            [
-                f"{WEIGHTS}: weights as in checkpoint-2 (expected different values: step in "
-                f"{OPTIMIZER} went from 2 to 3 at a learning rate of 0.001)"
-            ],
+        *(((WEIGHTS,), OLD_WEIGHTS, *pair) for pair in ((2, 3), (1, 3), (1, 4), (2, 4))),
+        *(((OPTIMIZER,), OLD_OPTIMIZER, *pair) for pair in ((2, 3), (1, 3), (2, 4))),
+        *(
+            ((OPTIMIZER,), NEW_OPTIMIZER, *pair)
+            for pair in ((2, 1), (3, 2), (4, 3), (3, 1), (4, 1))
         ),
-        (
-            (OPTIMIZER,),
-            [
-                f"{OPTIMIZER}: optimizer state of checkpoint-2 (expected new values: last_epoch in "
-                f"{SCHEDULER} went from 2 to 3 at a learning rate of 0.001)"
-            ],
-        ),
-        (
-            (WEIGHTS, OPTIMIZER, SCHEDULER),
-            [
-                f"{WEIGHTS}: weights and optimizer state of checkpoint-2 (expected new values: "
-                "global_step in trainer_state.json went from 2 to 3 at a learning rate of 0.001)"
-            ],
-        ),
+        ((WEIGHTS, OPTIMIZER, SCHEDULER), OLD_SAVE, 2, 3),
     ],
 )
-def test_old_bytes_are_a_warning(
-    run_of_trainer: Path, names: tuple[str, ...], expected: list[str]
+def test_files_of_another_save_are_a_warning_there_alone(
+    run_of_trainer: Path, names: tuple[str, ...], sentence: str, source: int, target: int
 ) -> None:
-    folder = copied(run_of_trainer, *names)
-    assert told(folder) == [("warning", words + SAMPLED) for words in expected]
-    assert told(folder, data=True) == [
-        ("warning", words + "; every byte is equal") for words in expected
-    ]
-    assert [told(run_of_trainer / f"checkpoint-{number}") for number in (1, 2, 4)] == [[], [], []]
-    assert run(["check", "-r", str(run_of_trainer)]) == bool(expected)
+    """Only the neighbour was compared, and a file of two saves back was clean."""
+    folder = copied(run_of_trainer, *names, source=source, target=target)
+    words = sentence.format(source, target)
+    expected = {folder.name: [("warning", words + SAMPLED)]}
+    assert in_names(run_of_trainer) == expected
+    expected = {folder.name: [("warning", f"{words}; every byte is equal")]}
+    assert in_names(run_of_trainer, data=True) == expected
+    is_newer = f"resume from checkpoint-{source}, or copy {OPTIMIZER} again"
+    assert (is_newer in finding_of(folder).advice) == (source > target)
+    if (source, target) == (2, 3):
+        assert run(["check", "-r", str(run_of_trainer)]) == 1
+
+
+def finding_of(folder: Path, *siblings: Path) -> Any:
+    """Return the one finding about an old file, of its folder next to others or to these."""
+    findings = check(folder, siblings=siblings or folder.parent.iterdir()).all_findings
+    (finding,) = (each for each in findings if each.code == "stale-save")
+    return finding
 
 
 def test_the_run_is_not_resumed_from_the_other_of_two_saves_with_the_same_weights(
@@ -121,24 +148,15 @@ def test_the_run_is_not_resumed_from_the_other_of_two_saves_with_the_same_weight
     )
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 1), (3, 2), (4, 3)])
-def test_a_newer_optimizer_in_an_older_checkpoint_is_told_there(
-    run_of_trainer: Path, source: int, target: int
-) -> None:
-    """The checkpoint that it comes from is healthy."""
-    folder = copied(run_of_trainer, OPTIMIZER, source=source, target=target)
-    for options in ({}, {"data": True}):
-        ((severity, words),) = told(folder, **options)
-        assert severity == "warning"
-        assert words.startswith(
-            f"{OPTIMIZER}: optimizer state of checkpoint-{source}, a later save: its step "
-            f"{source} matches last_epoch in {SCHEDULER} = {source} (expected {target})"
-        )
-    others = {1, 2, 3, 4} - {target}
-    assert [told(run_of_trainer / f"checkpoint-{number}") for number in others] == [[], [], []]
-    findings = check(folder, siblings=run_of_trainer.iterdir()).findings
-    (finding,) = (one for one in findings if one.code == "stale-save")
-    assert f"resume from checkpoint-{source}, or copy {OPTIMIZER} again" in finding.advice
+def write_save(folder: Path, weights: Tensors, optimizer: Any, schedule: Any = None) -> Path:
+    """Write files of ``save_state`` into a folder whose name ends in a number."""
+    folder.mkdir(parents=True)
+    save_file(weights, folder / WEIGHTS)
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    if schedule is not None:
+        torch.save(schedule.state_dict(), folder / "scheduler.bin")
+    torch.save({"step": int(folder.name.rpartition("_")[2])}, folder / "random_states_0.pkl")
+    return folder
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -161,12 +179,7 @@ def test_the_saves_next_to_two_show_whose_optimizer_it_is(
         step(2)
         for _ in range(2 * processes):
             schedule.step()
-        folder = tmp_path / f"checkpoint_{number}"
-        folder.mkdir()
-        save_file(model.state_dict(), folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
-        torch.save(schedule.state_dict(), folder / "scheduler.bin")
-        torch.save({"step": number}, folder / "random_states_0.pkl")
+        write_save(tmp_path / f"checkpoint_{number}", model.state_dict(), optimizer, schedule)
     folders = [tmp_path / f"checkpoint_{number}" for number in range(4)]
     kept = [(folder / "optimizer.bin").read_bytes() for folder in folders]
     for source, target in ((1, 2), (2, 1)):
@@ -219,34 +232,8 @@ def test_bytes_behind_the_samples_are_compared_with_data(tmp_path: Path) -> None
     assert told(folder, data=True) == []
 
 
-def of_learning_rate_0(output: Path) -> Path:
-    return runs(output, learning_rate=0.0)
-
-
-def with_warm_up(output: Path) -> Path:
-    return runs(output, warmup_steps=2, learning_rate=1e-3)
-
-
-def until_rate_0(output: Path) -> Path:
-    return runs(output, lr_scheduler_type="linear", learning_rate=1e-3)
-
-
-def of_sgd(output: Path) -> Path:
-    return runs(output, optim="sgd", learning_rate=1e-2)
-
-
-def of_weights_alone(output: Path) -> Path:
-    return runs(output, save_only_model=True)
-
-
 def of_an_adapter(output: Path) -> Path:
-    from peft import LoraConfig, get_peft_model
-
-    trainer = trainer_in(output, learning_rate=1e-3)
-    model = get_peft_model(trainer.model, LoraConfig(target_modules=["query"], r=2))
-    again = type(trainer)(model, trainer.args, train_dataset=trainer.train_dataset)
-    again.args.save_steps = 1
-    again.train()
+    with_lora(trainer_in(output, learning_rate=1e-3)).train()
     return output
 
 
@@ -357,10 +344,6 @@ def of_textual_inversion(output: Path, rows: int = 500) -> Path:
     return output
 
 
-def of_textual_inversion_in_a_large_table(output: Path) -> Path:
-    return of_textual_inversion(output, rows=5000)
-
-
 def with_a_registered_head(output: Path) -> Path:
     """Train a head outside of the prepared model, which is frozen."""
     from accelerate import Accelerator
@@ -435,18 +418,6 @@ def sharded_runs(output: Path, frozen: str = "-", **options: Any) -> Path:
     return output
 
 
-def in_shards_with_a_frozen_base(output: Path) -> Path:
-    return sharded_runs(output, frozen="bert")
-
-
-def in_shards_with_frozen_embeddings(output: Path) -> Path:
-    return sharded_runs(output, frozen="embeddings")
-
-
-def in_shards_with_a_rate_of_0(output: Path) -> Path:
-    return sharded_runs(output, lr_scheduler_type="linear", warmup_steps=2)
-
-
 def with_a_schedule_of_epochs(output: Path, kind: Any = torch.optim.AdamW, **options: Any) -> Path:
     """Save after each second step, and again when the schedule has moved at the end of an epoch."""
     from accelerate import Accelerator
@@ -470,14 +441,26 @@ def with_a_schedule_of_epochs(output: Path, kind: Any = torch.optim.AdamW, **opt
     return output
 
 
-HEALTHY = [
-    in_shards_with_a_frozen_base, in_shards_with_frozen_embeddings, in_shards_with_a_rate_of_0,
-    with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
-    of_learning_rate_0, with_warm_up, until_rate_0, of_sgd, of_weights_alone, of_an_adapter,
-    of_a_head, with_copies, with_skipped_steps, with_a_schedule_that_moves_anyway,
-    of_rows_at_the_end, with_a_registered_head, of_textual_inversion,
-    of_textual_inversion_in_a_large_table, with_a_schedule_of_epochs,
-]  # fmt: skip
+HEALTHY: dict[str, Callable[[Path], Path]] = {
+    "shards with a frozen base": partial(sharded_runs, frozen="bert"),
+    "shards with frozen embeddings": partial(sharded_runs, frozen="embeddings"),
+    "shards with a rate of 0": partial(sharded_runs, lr_scheduler_type="linear", warmup_steps=2),
+    "a rate of 0": partial(runs, learning_rate=0.0),
+    "a warm-up": partial(runs, warmup_steps=2, learning_rate=1e-3),
+    "until a rate of 0": partial(runs, lr_scheduler_type="linear", learning_rate=1e-3),
+    "SGD": partial(runs, optim="sgd", learning_rate=1e-2),
+    "weights alone": partial(runs, save_only_model=True),
+    "a large table": partial(of_textual_inversion, rows=5000),
+    **{
+        make.__name__: make
+        for make in (
+            with_a_schedule_that_moves_after_the_save, with_warm_up_from_a_save_before_it,
+            of_an_adapter, of_a_head, with_copies, with_skipped_steps, of_rows_at_the_end,
+            with_a_schedule_that_moves_anyway, with_a_registered_head, of_textual_inversion,
+            with_a_schedule_of_epochs,
+        )
+    },
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -535,16 +518,14 @@ def test_a_table_alone_is_compared_as_a_whole_or_not(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("train", HEALTHY, ids=lambda train: train.__name__)
-def test_healthy_runs_are_clean(train: Callable[[Path], Path], tmp_path: Path) -> None:
-    output = train(tmp_path / "run")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_are_clean(name: str, tmp_path: Path) -> None:
+    output = HEALTHY[name](tmp_path / "run")
     folders = sorted(
         path for path in output.iterdir() if path.is_dir() and "heckpoint" in path.name
     )
     assert len(folders) >= 3
-    assert {folder.name: told(folder) for folder in folders} == {
-        folder.name: [] for folder in folders
-    }
+    assert [told(folder) for folder in folders] == [[]] * len(folders)
 
 
 def of_a_head_next_to_many_experts(output: Path) -> Path:
@@ -698,32 +679,37 @@ def save_model(folder: Path, name: str, tensors: Tensors) -> None:
         (folder / name / "config.json").write_text(json.dumps(config))
 
 
+@OPTIONS
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+@pytest.mark.parametrize(
+    ("numbers", "source", "target", "severity"),
+    [
+        ((1, 2, 3, 4), 2, 3, "warning"),
+        ((2, 3, 4), 2, 3, "warning"),
+        ((1, 2, 3), 2, 3, "warning"),
+        # Two alone do not show that the model changes.
+        ((2, 3), 2, 3, "note"),
+        # A script may have gone back to its best weights.
+        ((1, 2, 3, 4), 1, 4, "note"),
+    ],
+)
 def test_a_trained_model_of_an_earlier_save_in_a_sub_folder_is_told(
-    options: dict[str, Any], tmp_path: Path
+    numbers: tuple[int, ...],
+    source: int,
+    target: int,
+    severity: str,
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """The average next to it was new, so that the weights differed, and the folder was clean."""
-    output = saved_by_hooks(tmp_path)
+    output = saved_by_hooks(tmp_path, numbers)
     name = "unet/diffusion_pytorch_model.safetensors"
-    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
-    ((severity, words),) = told(output / "checkpoint_3", **options)
-    assert severity == "warning"
-    assert words.startswith(
-        f"{name}: weights as in checkpoint_2 (expected different values: step in optimizer.bin "
-        "went from 2 to 3 at a learning rate of 0.001)"
-    )
-    assert told(output / "checkpoint_2", **options) == []
-    assert told(output / "checkpoint_4", **options) == []
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_in_a_sub_folder_that_no_save_shows_to_change_is_a_note(tmp_path: Path) -> None:
-    output = saved_by_hooks(tmp_path, numbers=(2, 3))
-    name = "unet/diffusion_pytorch_model.safetensors"
-    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
-    ((severity, _),) = told(output / "checkpoint_3")
-    assert severity == "note"
+    shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}" / name)
+    ((folder, ((level, words),)),) = in_names(output, **options).items()
+    assert (folder, level) == (f"checkpoint_{target}", severity)
+    assert words.startswith(f"{name}: weights as in checkpoint_{source} (expected different values")
+    if severity == "warning":
+        assert "step in optimizer.bin went from 2 to 3 at a learning rate of 0.001)" in words
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -775,44 +761,64 @@ def with_two_optimizers(
     return output
 
 
+_STEPS_OF = "step in {} went from 2 to 3 at a learning rate of 0.001)"
+BOTH = ("optimizer.bin", "optimizer_1.bin")
+OF_TWO = [
+    *(
+        ((name,), 2, 3, "warning", f"{words} values: {_STEPS_OF.format(counter)}")
+        for name, words, counter in (
+            ("model.safetensors", "weights as in checkpoint_2 (expected different", BOTH[0]),
+            ("model_1.safetensors", "weights as in checkpoint_2 (expected different", BOTH[0]),
+            ("optimizer.bin", "optimizer state of checkpoint_2 (expected new", BOTH[1]),
+            ("optimizer_1.bin", "optimizer state of checkpoint_2 (expected new", BOTH[0]),
+        )
+    ),
+    # A script may have gone back to the best weights of a model.
+    *(
+        ((f"model{end}.safetensors",), *pair, "note", f"weights as in checkpoint_{pair[0]} ")
+        for end in ("", "_1")
+        for pair in ((1, 3), (2, 4), (1, 4))
+    ),
+    (BOTH[1:], 1, 4, "warning", "optimizer state of checkpoint_1 (expected"),
+    (BOTH[1:], 3, 2, "warning", "optimizer state of checkpoint_3, a later save: its step"),
+    # With their schedulers, or without any, no counter is left that moved.
+    *(
+        (BOTH, *pair, "warning", f"optimizer state of checkpoint_{pair[0]}{words}")
+        for words, pairs in (
+            (" (expected new values: the weights differ)", ((1, 2), (2, 3), (1, 4))),
+            (", a later save: its step {} matches the number in the", ((3, 2), (4, 1))),
+        )
+        for pair in pairs
+    ),
+]  # fmt: skip
+"""Files of a save -> severity and words where they are copied over those of another."""
+
+
+@OPTIONS
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
-@pytest.mark.parametrize(
-    ("name", "words", "counter"),
-    [
-        ("model.safetensors", "weights as in checkpoint_2 (expected different", "optimizer.bin"),
-        ("model_1.safetensors", "weights as in checkpoint_2 (expected different", "optimizer.bin"),
-        ("optimizer.bin", "optimizer state of checkpoint_2 (expected new", "optimizer_1.bin"),
-        ("optimizer_1.bin", "optimizer state of checkpoint_2 (expected new", "optimizer.bin"),
-    ],
-)
-def test_one_file_of_an_earlier_save_among_several_is_found(
-    name: str, words: str, counter: str, options: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("names", "source", "target", "severity", "words"), OF_TWO)
+def test_files_of_another_save_among_several_are_found_there_alone(
+    names: tuple[str, ...],
+    source: int,
+    target: int,
+    severity: str,
+    words: str,
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """All optimizers, and all models, were compared as one: a GAN with one old file was clean."""
     output = with_two_optimizers(tmp_path)
-    shutil.copy(output / "checkpoint_2" / name, output / "checkpoint_3" / name)
-    ((severity, sentence),) = told(output / "checkpoint_3", **options)
-    assert severity == "warning"
-    assert sentence.startswith(
-        f"{name}: {words} values: step in {counter} went from 2 to 3 at a learning rate of 0.001)"
-    )
-    assert [told(output / f"checkpoint_{number}", **options) for number in (1, 2, 4)] == [[]] * 3
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors"])
-@pytest.mark.parametrize(("source", "target"), [(1, 3), (2, 4)])
-def test_best_weights_to_which_a_script_went_back_are_a_note(
-    name: str, source: int, target: int, tmp_path: Path
-) -> None:
-    """One of two models had a warning, and no word about a script that restores its weights."""
-    output = with_two_optimizers(tmp_path)
-    shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}" / name)
-    report = check(output / f"checkpoint_{target}", siblings=output.iterdir())
-    (finding,) = [one for one in report.all_findings if one.code == "stale-save"]
-    assert (finding.severity, finding.differs) == (Severity.NOTE, True)
-    assert finding.advice.startswith("if the script itself restored the values of checkpoint_")
+    for name in names:
+        shutil.copy(output / f"checkpoint_{source}" / name, output / f"checkpoint_{target}" / name)
+    folder = output / f"checkpoint_{target}"
+    ((name, ((level, sentence),)),) = in_names(output, **options).items()
+    assert (name, level) == (folder.name, severity)
+    which = names if "later" not in words else names[:1]
+    assert sentence.startswith(f"{' and '.join(which)}: {words.format(source)}")
+    if severity == "note":
+        finding = finding_of(folder)
+        assert finding.advice.startswith("if the script itself restored the values of checkpoint_")
+        assert finding.differs
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -835,50 +841,23 @@ def test_steps_that_a_script_skips_while_its_schedule_moves_are_a_note(
     assert f"last_epoch in scheduler.bin went from {at - 1} to {at}" in words
 
 
+HEALTHY_OF_TWO: dict[str, dict[str, Any]] = {
+    "both": {},
+    "in phases": {"trained": lambda number: (number % 2 == 1, number % 2 == 0)},
+    "a late discriminator": {"trained": lambda number: (True, number > 3)},
+    "an average": {"trained": lambda number: (True, number == 1), "average": True},
+    "an optimizer without states": {"kinds": (torch.optim.Adam, torch.optim.SGD)},
+}
+
+
+@OPTIONS
 @pytest.mark.filterwarnings("ignore")
-def test_one_newer_optimizer_in_an_older_checkpoint_is_found_there(tmp_path: Path) -> None:
-    output = with_two_optimizers(tmp_path)
-    name = "optimizer_1.bin"
-    shutil.copy(output / "checkpoint_3" / name, output / "checkpoint_2" / name)
-    ((severity, sentence),) = told(output / "checkpoint_2")
-    assert severity == "warning"
-    assert sentence.startswith(f"{name}: optimizer state of checkpoint_3, a later save: its step")
-    assert told(output / "checkpoint_3") == []
-
-
-def in_phases(output: Path) -> Path:
-    return with_two_optimizers(output, lambda number: (number % 2 == 1, number % 2 == 0))
-
-
-def with_a_late_discriminator(output: Path) -> Path:
-    return with_two_optimizers(output, lambda number: (True, number > 3))
-
-
-def with_an_average_of_the_discriminator(output: Path) -> Path:
-    return with_two_optimizers(output, lambda number: (True, number == 1), average=True)
-
-
-def with_an_optimizer_without_states(output: Path) -> Path:
-    return with_two_optimizers(output, kinds=(torch.optim.Adam, torch.optim.SGD))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "train",
-    [
-        with_two_optimizers,
-        in_phases,
-        with_a_late_discriminator,
-        with_an_average_of_the_discriminator,
-        with_an_optimizer_without_states,
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"data": True}], ids=["samples", "data"])
+@pytest.mark.parametrize("name", HEALTHY_OF_TWO)
 def test_an_optimizer_that_made_no_step_is_clean(
-    train: Callable[[Path], Path], options: dict[str, Any], tmp_path: Path
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    output = train(tmp_path)
-    assert [told(folder, **options) for folder in sorted(output.iterdir())] == [[]] * 4
+    output = with_two_optimizers(tmp_path, **HEALTHY_OF_TWO[name])
+    assert in_names(output, **options) == {}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -941,10 +920,15 @@ def test_one_shard_of_an_earlier_save_is_found(tmp_path: Path) -> None:
                 f"{OPTIMIZER} went from 2 to 3"
             )
         (folder / name).write_bytes(new)
-    copied(run_folder, *names[:2])
-    # They have one cause, and one finding.
-    assert [words.partition(":")[0] for _, words in told(folder)] == [" and ".join(names[:2])]
-    assert run(["check", "-r", str(run_folder)]) == 1
+    for source in (2, 1):
+        copied(run_folder, *names[:2], source=source)
+        # They have one cause, and one finding.
+        ((severity, words),) = told(folder)
+        assert severity == "warning"
+        assert words.startswith(f"{' and '.join(names[:2])}: weights as in checkpoint-{source} ")
+        assert run(["check", "-r", str(run_folder)]) == 1
+    words = "copy these files of both again from their source, or resume from"
+    assert words in finding_of(folder).advice
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -999,18 +983,14 @@ def test_weights_of_16_bits_may_stay(
     for number in (1, 2):
         model(torch.rand(2, 32, dtype=dtype)).square().sum().backward()
         optimizer.step()
-        folder = tmp_path / f"checkpoint_{number}"
-        folder.mkdir()
-        save_file(model.state_dict(), folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
-        torch.save({"step": number}, folder / "random_states_0.pkl")
+        folder = write_save(tmp_path / f"checkpoint_{number}", model.state_dict(), optimizer)
     if is_old:
         shutil.copy(tmp_path / "checkpoint_1" / WEIGHTS, folder)
     assert "".join(severity for severity, _ in told(folder)) == expected
 
 
 def test_weights_without_a_learning_rate_are_a_note(tmp_path: Path) -> None:
-    output = of_weights_alone(tmp_path / "run")
+    output = runs(tmp_path / "run", save_only_model=True)
     folder = copied(output, WEIGHTS)
     assert [severity for severity, _ in told(folder)] == ["note"]
 
@@ -1027,8 +1007,7 @@ def test_another_format_or_a_missing_file_shows_nothing(run_of_trainer: Path) ->
 def test_the_finding_has_json_and_advice(run_of_trainer: Path) -> None:
     folder = copied(run_of_trainer, WEIGHTS)
     assert "stale-save" not in [one.code for one in check(folder).findings]
-    findings = check(folder, siblings=[run_of_trainer / "checkpoint-2"]).findings
-    (finding,) = (one for one in findings if one.code == "stale-save")
+    finding = finding_of(folder, run_of_trainer / "checkpoint-2")
     document = json.loads(json.dumps(finding.as_json(str(folder))))
     assert (document["save"], document["begin"], document["end"]) == ("checkpoint-2", 2, 3)
     assert finding.severity is Severity.WARNING

@@ -26,6 +26,15 @@ def llama(root: Path, *, tied: bool, **settings: object) -> dict[str, torch.Tens
     return tensors_of(root)
 
 
+def headless(root: Path) -> dict[str, torch.Tensor]:
+    """Save a model whose head nothing ties, without its head; return the tensors."""
+    tensors = llama(root, tied=False)
+    assert verdicts(root) == []
+    del tensors[HEAD]
+    write(root, tensors)
+    return tensors
+
+
 def verdicts(root: Path, *, data: bool = False) -> list[tuple[str, str]]:
     findings = check(root, data=data).all_findings
     return [(finding.severity.value, finding.code) for finding in findings if finding.code in CODES]
@@ -81,10 +90,7 @@ def test_a_tie_in_torch_files_is_one_storage(tmp_path: Path) -> None:
 
 
 def test_a_head_that_nothing_ties_and_nobody_saved(tmp_path: Path) -> None:
-    tensors = llama(tmp_path, tied=False)
-    assert verdicts(tmp_path) == []
-    del tensors[HEAD]
-    write(tmp_path, tensors)
+    headless(tmp_path)
     assert load(tmp_path) == "1 random, 0 unused"
     assert verdicts(tmp_path) == [("error", "missing-head")]
     (tmp_path / "random_states_0.pkl").write_bytes(RANDOM_STATES)
@@ -135,9 +141,7 @@ def test_a_head_behind_a_wrapper_is_no_missing_one(wrapper: str, tmp_path: Path)
 
 
 def test_a_value_head_stands_next_to_the_head_that_is_lost(tmp_path: Path) -> None:
-    tensors = llama(tmp_path, tied=False)
-    del tensors[HEAD]
-    write(tmp_path, {**tensors, "v_head.summary.weight": torch.ones(1, 16)})
+    write(tmp_path, {**headless(tmp_path), "v_head.summary.weight": torch.ones(1, 16)})
     assert verdicts(tmp_path) == [("error", "missing-head")]
 
 
@@ -152,9 +156,7 @@ def test_a_save_state_of_a_head_that_peft_wraps(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_left_out_is_the_default_of_its_version_alone(tmp_path: Path) -> None:
-    tensors = llama(tmp_path, tied=False)
-    del tensors[HEAD]
-    write(tmp_path, tensors)
+    headless(tmp_path)
     path = tmp_path / "config.json"
     text = path.read_text()
     assert '"tie_word_embeddings": false' in text
@@ -203,17 +205,14 @@ def test_a_head_that_another_version_ties_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, "false", 0, [False], {"a": 1}])
 def test_a_setting_that_is_none(value: object, tmp_path: Path) -> None:
-    tensors = llama(tmp_path, tied=False)
-    del tensors[HEAD]
-    write(tmp_path, tensors)
+    headless(tmp_path)
     reconfigure(tmp_path, tie_word_embeddings=value)
     assert verdicts(tmp_path) == []
 
 
 def test_a_base_model_under_the_name_of_the_class_with_the_head(tmp_path: Path) -> None:
     """As of an embedding model: ``AutoModel`` loads it, and needs no head."""
-    tensors = llama(tmp_path, tied=False)
-    del tensors[HEAD]
+    tensors = headless(tmp_path)
     write(tmp_path, {key.removeprefix("model."): each for key, each in tensors.items()})
     assert load(tmp_path) == "1 random, 0 unused"
     transformers.LlamaModel.from_pretrained(tmp_path)

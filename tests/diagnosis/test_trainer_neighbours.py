@@ -7,7 +7,6 @@ others.
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ckptfix import Policy, check, latest_checkpoint, repair
 from ckptfix.checkpoint.folder_names import TRAINER
 from ckptfix.cli import run as run_command
 from tests.diagnosis.test_changed_entries import Run, is_refused, of_model, saves
-from tests.diagnosis.test_trainer_states import trainer_in
+from tests.diagnosis.test_trainer_states import trainer_in, with_lora
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], object]
@@ -176,27 +175,6 @@ def test_rounded_weights_are_a_note_at_the_end_of_a_run(run: Path) -> None:
     assert latest_checkpoint(run, pattern=TRAINER) == root
 
 
-@pytest.mark.parametrize("copies_arguments", [False, True])
-def test_an_optimizer_of_another_class_ends_a_run_of_one_class(
-    run: Path, tmp_path: Path, copies_arguments: bool
-) -> None:
-    """The newest checkpoint had a note, and was the one to resume from. Its arguments are those of
-    its neighbours, and name the optimizer: only a run with other arguments may have changed it.
-    """
-    another = train(tmp_path / "another", optim="adafactor")[-1]
-    root = run / "checkpoint-4"
-    for name in (OPTIMIZER, "training_args.bin")[: 1 + copies_arguments]:
-        shutil.copy(another / name, root)
-    with pytest.raises(KeyError, match="beta"):
-        train(tmp_path / "out", 5, start=root)
-    ((severity, sentence),) = told(root)
-    assert severity == ("note" if copies_arguments else "warning")
-    assert sentence.startswith(f"{OPTIMIZER}: it holds param groups without 'amsgrad', 'betas', ")
-    if not copies_arguments:
-        with pytest.warns(UserWarning, match="passed over checkpoint-4"):
-            assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
-
-
 @pytest.mark.parametrize("prefix", ["model.", "module."])
 @pytest.mark.parametrize("number", [2, 4])
 def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, prefix: str) -> None:
@@ -208,25 +186,6 @@ def test_other_keys_are_told_by_the_class_of_the_model(run: Path, number: int, p
     if number == 4:
         with pytest.warns(UserWarning, match="passed over checkpoint-4"):
             assert latest_checkpoint(run, pattern=TRAINER) == run / "checkpoint-3"
-
-
-@pytest.mark.parametrize("is_upgraded", [False, True])
-def test_keys_that_another_version_may_have_renamed_are_a_note(
-    run: Path, is_upgraded: bool
-) -> None:
-    root = run / "checkpoint-4"
-    weights = load_file(root / WEIGHTS)
-    changed(lambda state: {key.replace("pooler", "poler"): state[key] for key in state})(root)
-    assert resumed(root, weights) == "others"
-    if is_upgraded:
-        config = json.loads((root / "config.json").read_text())
-        config["transformers_version"] = "9.0.0"
-        (root / "config.json").write_text(json.dumps(config))
-    ((severity, sentence),) = told(root)
-    assert severity == ("note" if is_upgraded else "warning")
-    assert (
-        "2 of 25 keys under a different name, such as 'bert.poler.dense.bias' (expected" in sentence
-    )
 
 
 def test_weights_of_higher_precision_lose_nothing(tmp_path: Path) -> None:
@@ -261,60 +220,19 @@ def test_options_of_the_trainer_are_no_difference(tmp_path: Path, options: dict[
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_changes_its_adapters_is_healthy(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     for step, rank in enumerate((2, 4, 2), 1):
-        trainer = trainer_in(tmp_path / "run")
-        config = peft.LoraConfig(r=rank, target_modules=["query", "key"][: rank // 2])
-        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        modules = ["query", "key"][: rank // 2]
+        trainer = with_lora(trainer_in(tmp_path / "run"), r=rank, target_modules=modules)
         trainer.args.save_steps, trainer.args.max_steps = step, step
         trainer.train()
     checkpoints = sorted((tmp_path / "run").iterdir())
     assert [told(root) for root in checkpoints] == [[]] * 3
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("copied", [(OPTIMIZER,), (OPTIMIZER, ADAPTER)])
-def test_an_optimizer_of_another_run_next_to_an_adapter(
-    copied: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The adapter alone shows nothing: a script may freeze parts of it, or exchange both."""
-    peft = pytest.importorskip("peft")
-
-    def adapting(run: Path, heads: list[str] | None) -> Any:
-        trainer = trainer_in(run)
-        config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=heads)
-        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
-        trainer.args.save_steps, trainer.args.max_steps = 1, 3
-        return trainer
-
-    for name, heads in (("run", ["classifier"]), ("other", None)):
-        adapting(tmp_path / name, heads).train()
-    first, root, last = sorted((tmp_path / "run").iterdir())
-    assert [told(each) for each in (first, root, last)] == [[]] * 3
-    for file in copied:
-        shutil.copy(tmp_path / "other" / "checkpoint-2" / file, root)
-    if ADAPTER in copied:
-        assert told(root) == []
-        return
-    ((severity, sentence),) = told(root)
-    assert severity == "warning"
-    assert sentence.startswith(f"{OPTIMIZER}: it holds 2 param groups with ")
-    assert [told(each) for each in (first, last)] == [[], []]
-    with pytest.raises(ValueError, match="size of optimizer's group"):
-        adapting(tmp_path / "out", ["classifier"]).train(resume_from_checkpoint=str(root))
-
-
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    peft = pytest.importorskip("peft")
     run = tmp_path_factory.mktemp("adapted") / "run"
-    trainer = trainer_in(run)
-    config = peft.LoraConfig(r=2, target_modules=["query"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
-    trainer.args.save_steps, trainer.args.max_steps = 1, 3
-    trainer.train()
+    with_lora(trainer_in(run)).train()
     return run
 
 
@@ -322,24 +240,6 @@ def without_prefix(root: Path) -> None:
     tensors = load_file(root / ADAPTER)
     bare = {key.removeprefix("base_model.model."): value for key, value in tensors.items()}
     save_file(bare, root / ADAPTER, {"format": "pt"})
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_adapter_that_alone_lost_its_prefix(number: int, adapted: Path, tmp_path: Path) -> None:
-    """PeftModel.from_pretrained loads none of it, and load_adapter of transformers would."""
-    run = Path(shutil.copytree(adapted, tmp_path / "run"))
-    root = run / f"checkpoint-{number}"
-    without_prefix(root)
-    ((severity, sentence),) = told(root)
-    assert severity == ("note" if number == 1 else "warning")
-    key = "bert.encoder.layer.0.attention.self.query.lora_A.weight"
-    assert (
-        f"2 of 2 keys under a different name, such as {key!r} (expected 'base_model.model.{key}'"
-        in sentence
-    )
-    assert sum(map(len, map(told, run.iterdir()))) == 1
-    repair(root, policy=Policy(allow=frozenset({"dead-adapter"})))
-    assert told(root) == []
 
 
 def test_adapters_that_all_lost_their_prefix_are_repaired_alone(
@@ -366,9 +266,8 @@ def test_an_adapter_next_to_the_merged_model(
     peft = pytest.importorskip("peft")
 
     def adapted(output: Path) -> Any:
-        trainer = trainer_in(output)
-        config = peft.LoraConfig(r=2, target_modules=["query"])
-        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        trainer = with_lora(trainer_in(output))
+        trainer.args.save_steps, trainer.args.max_steps = 2, 4
         return trainer
 
     def is_zero_after_resume(checkpoint: Path) -> bool:

@@ -3,11 +3,9 @@ resume agree with it.
 """
 
 import json
-import math
 import shutil
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -82,17 +80,6 @@ def change(checkpoint: Path, edit: Change) -> None:
     path.write_text(json.dumps(state))
 
 
-NO_CONTROL = (
-    '"stateful_callbacks" lacks "TrainerControl", so transformers 5 resumes but fails at its next '
-    "save"
-)
-NO_BATCH_SIZE = 'no "train_batch_size", so transformers 5 fails to resume'
-NO_NUMBERS: tuple[Any, ...] = (None, "1", [])
-WRONG_NUMBERS = {
-    f"{value!r} as {key}": (partial(dict.update, **{key: value}), f'"{key}" is not a number')
-    for key in ("logging_steps", "save_steps", "total_flos")
-    for value in NO_NUMBERS
-}
 WRONG: dict[str, tuple[Change, str]] = {
     "no step": (
         lambda s: s.pop("global_step"),
@@ -118,41 +105,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "a text as step": (lambda s: s.update(global_step="2"), '"global_step" is not a valid count'),
     "a float as step": (lambda s: s.update(global_step=2.0), '"global_step" is not a valid count'),
-    "a dict as history": (
-        lambda s: s.update(log_history={}),
-        '"log_history" is not a list, so the Trainer fails at its next log',
-    ),
-    "a text as batch size": (
-        lambda s: s.update(train_batch_size="2"),
-        '"train_batch_size" is not a number',
-    ),
-    "a batch size of null": (lambda s: s.update(train_batch_size=None), NO_BATCH_SIZE),
-    "no batch size": (lambda s: s.pop("train_batch_size"), NO_BATCH_SIZE),
-    **WRONG_NUMBERS,
-    "a list of callbacks": (
-        lambda s: s.update(stateful_callbacks=[1]),
-        '"stateful_callbacks" is not an object',
-    ),
-    "no callbacks": (lambda s: s.update(stateful_callbacks=None), NO_CONTROL),
-    "empty callbacks": (lambda s: s.update(stateful_callbacks={}), NO_CONTROL),
-    "other callbacks": (lambda s: s.update(stateful_callbacks={"Own": {}}), NO_CONTROL),
 }
 RIGHT: dict[str, Change] = {
     "as saved": lambda s: None,
     "no epoch": lambda s: s.update(epoch=None),
     "no history": lambda s: s.update(log_history=None),
-    "texts in the history": lambda s: s.update(log_history=["a"]),
-    "another batch size": lambda s: s.update(train_batch_size=4),
-    "a best model that is gone": lambda s: s.update(best_model_checkpoint="/none", best_metric=1.0),
-    "no intervals": lambda s: [
-        s.pop(key) for key in ("logging_steps", "save_steps", "eval_steps", "total_flos")
-    ],
-    "other intervals": lambda s: s.update(
-        logging_steps=2.0, save_steps=0, eval_steps=None, total_flos=math.nan
-    ),
-    "more states of callbacks": (
-        lambda s: s["stateful_callbacks"].update(Own={"args": {}, "attributes": {}})
-    ),
 }
 
 
@@ -210,81 +167,21 @@ def test_a_state_from_which_the_trainer_resumes_is_passed(
     assert is_resumed(checkpoint, saved[1])
     report = check(checkpoint)
     assert report.status == 0
-    assert not any("transformers" in words for words in report.not_checked)
     assert ckptfix.latest_checkpoint(checkpoint.parent) == checkpoint
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (
-            lambda s: s.pop("stateful_callbacks"),
-            (
-                'the Trainer\'s next save: trainer_state.json has no "stateful_callbacks", like '
-                "saves before transformers 4.41; transformers 5 resumes but fails at that save"
-            ),
-        ),
-        (
-            lambda s: [s.pop(key) for key in ("stateful_callbacks", "train_batch_size")],
-            (
-                'the Trainer\'s resume: trainer_state.json has no "train_batch_size", like saves '
-                "before transformers 4.36; transformers 5 refuses it"
-            ),
-        ),
-        (
-            lambda s: s.update(logging_steps=0),
-            (
-                'the Trainer\'s next log: "logging_steps" is 0 in trainer_state.json, and a run '
-                "that logs by steps refuses this value"
-            ),
-        ),
-        (
-            lambda s: s.update(own=1),
-            (
-                "trainer_state.json: unknown field 'own'; the Trainer of transformers 5.23 refuses "
-                "the file"
-            ),
-        ),
-    ],
-)
 def test_a_state_of_another_version_is_not_checked(
-    edit: Change, words: str, saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
+    saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
 ) -> None:
-    change(checkpoint, edit)
+    """Saves before transformers 4.41 have no callbacks, and transformers 5 fails at its next save."""
+    change(checkpoint, lambda state: state.pop("stateful_callbacks"))
     assert not is_resumed(checkpoint, saved[1])
     report = check(checkpoint)
     assert report.status == 0
-    assert words in report.not_checked
-
-
-def test_a_run_that_does_not_log_by_steps_may_save_0_logging_steps(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, logging_strategy="no", logging_steps=0)
-    trainer.train()
-    state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
-    assert state["logging_steps"] == 0
-    trainer_in(tmp_path, logging_strategy="no", logging_steps=0).train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
-    )
-    assert check(tmp_path / "checkpoint-2").status == 0
-
-
-def test_a_trainer_that_did_not_train_saves_no_batch_size(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-    trainer.save_model()
-    trainer.save_state()
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["train_batch_size"] is None
-    assert check(tmp_path).status == 0
-
-
-def test_a_text_as_eval_steps_fails_where_a_run_evaluates_by_steps(
-    saved: tuple[Path, list[torch.Tensor]], checkpoint: Path
-) -> None:
-    change(checkpoint, lambda s: s.update(eval_steps="2"))
-    assert is_resumed(checkpoint, saved[1])
-    trainer = trainer_in(checkpoint.parent, eval_strategy="steps", eval_steps=2)
-    with pytest.raises(TypeError):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert check(checkpoint).status == 1
+    assert (
+        "fields of trainer_state.json other than its step; another version of transformers may "
+        "refuse them"
+    ) in report.not_checked
 
 
 def test_a_state_of_a_script_is_not_judged(checkpoint: Path, tmp_path: Path) -> None:
@@ -324,10 +221,10 @@ def test_weights_under_a_name_that_the_trainer_does_not_read(
     assert (
         warning.advice
         == f"if {name!r} is that file, rename it to model.safetensors; otherwise copy "
-        f"model.safetensors again, or move {name!r} out of the folder if nothing loads model.safetensors"
+        "model.safetensors again, or ignore this if the script does not load it"
     )
     with pytest.raises(
-        UsageError, match=r"checkpoint-2: no model\.safetensors: the Trainer does not look for"
+        UsageError, match=r"checkpoint-2: no model\.safetensors: .* the Trainer does not look for"
     ):
         ckptfix.latest_checkpoint(checkpoint.parent)
 
@@ -464,27 +361,22 @@ def test_weights_alone_in_all_checkpoints_of_a_run_are_no_finding(tmp_path: Path
         assert check(tmp_path / "run" / name).status == 0
 
 
-def lora_trainer_in(output: Path) -> Any:
-    from peft import LoraConfig, get_peft_model
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+def with_lora(trainer: Any, **settings: Any) -> Any:
+    """Put LoRA of rank 2 into the model of a Trainer, which saves at each step, and ends at 3."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["query"], **settings})
+    with warnings.catch_warnings():
+        # Peft 0.21 asks transformers 5.23 by an old name.
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+    trainer.args.save_steps, trainer.args.max_steps = 1, 3
+    return trainer
 
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "max_position_embeddings": 16,
-        "vocab_size": 20,
-    }
-    base = BertForSequenceClassification(
-        BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
-    )
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
-    data = [{"input_ids": torch.arange(6) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
-    arguments = TrainingArguments(
-        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, label_names=["labels"],
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=data)
+
+def lora_trainer_in(output: Path) -> Any:
+    trainer = with_lora(trainer_in(output), init_lora_weights=False)
+    trainer.args.save_steps = trainer.args.max_steps = 2
+    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -640,7 +532,8 @@ def test_an_optimizer_under_the_name_of_accelerate(
         weights_after(checkpoint.parent.parent / "out", checkpoint)
     assert "rename it to optimizer.pt" in warning_of(checkpoint).advice
     with pytest.raises(
-        UsageError, match=r"no optimizer\.pt: the Trainer does not look for 'optimizer\.bin'"
+        UsageError,
+        match=r"no optimizer\.pt: 'optimizer\.bin' exists, but the Trainer does not look for",
     ):
         ckptfix.latest_checkpoint(checkpoint.parent)
 

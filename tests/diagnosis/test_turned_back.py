@@ -17,6 +17,7 @@ from ckptfix.storage import store_files, stores
 from tests.commanding import Said, said
 from tests.diagnosis.test_lacking_states import run
 from tests.diagnosis.test_optimizer_states import save
+from tests.diagnosis.test_wrong_states import exchanged
 from tests.stores.simulated_s3 import Cloud, cloud, open_simulated
 
 __all__ = ["cloud", "said"]
@@ -48,24 +49,19 @@ def restored(folder: Path) -> Path:
     return folder
 
 
-def exchanged(folder: Path) -> Path:
-    (folder / "checkpoint_4").rename(folder / "third")
-    (folder / "checkpoint_2").rename(folder / "checkpoint_4")
-    (folder / "third").rename(folder / "checkpoint_2")
-    return folder
-
-
-def test_exchanged_folders_are_not_taken_by_their_numbers(tmp_path: Path, said: Said) -> None:
-    folder = exchanged(saved(tmp_path / "run"))
+@pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
+def test_exchanged_folders_are_not_taken_by_their_numbers(
+    tmp_path: Path, kind: str, said: Said
+) -> None:
+    """SGD counts no steps, but its scheduler: a resume took the older folder, and nothing was
+    said.
+    """
+    folder = (saved if kind == "optimizer" else scheduled)(tmp_path / "run")
+    exchanged(folder, "checkpoint_4", "checkpoint_2")
     words = (
-        "checkpoint_4 is at optimizer step 9, checkpoint_2 at step 15, and checkpoint_2 was saved "
+        f"checkpoint_4 is at {kind} step 9, checkpoint_2 at step 15, and checkpoint_2 was saved "
         "later"
     )
-    ensure_refused(folder, words, said)
-
-
-def ensure_refused(folder: Path, words: str, said: Said) -> None:
-    """Ensure that no checkpoint of a run is taken, with these words."""
     status, out, _ = said("check", "-r", folder)
     assert status == 1
     assert f"{words}; next: give swapped folders their original names" in out
@@ -90,16 +86,6 @@ def scheduled(folder: Path, *, steps: tuple[int, ...] = (3, 3, 3, 3, 3)) -> Path
     return folder
 
 
-def test_exchanged_folders_are_told_by_their_schedulers(tmp_path: Path, said: Said) -> None:
-    """SGD counts no steps: a resume took the older folder, and nothing was said."""
-    folder = exchanged(scheduled(tmp_path / "run"))
-    words = (
-        "checkpoint_4 is at scheduler step 9, checkpoint_2 at step 15, and checkpoint_2 was saved "
-        "later"
-    )
-    ensure_refused(folder, words, said)
-
-
 def test_a_backup_of_a_run_with_a_scheduler_is_told(tmp_path: Path, said: Said) -> None:
     status, out, _ = said("check", "-r", restored(scheduled(tmp_path / "run")))
     assert status == 1
@@ -119,12 +105,10 @@ def test_a_run_with_a_scheduler_is_taken_by_its_numbers(
     tmp_path: Path, steps: tuple[int, ...], said: Said
 ) -> None:
     folder = scheduled(tmp_path / "run", steps=steps)
-    status, out, _ = said("check", "-r", folder)
+    ensure_newest_is_taken(folder, said)
+    _, out, _ = said("check", "-r", folder)
     question = "not checked: whether checkpoint_4 (scheduler step 2) is in the run of checkpoint_3 "
     assert (question in out) is (steps[-1] < 0)
-    assert f"resume from {folder / 'checkpoint_4'}, the newest complete one" in out
-    assert status == 0
-    assert latest_checkpoint(folder).name == "checkpoint_4"
 
 
 def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
@@ -201,7 +185,10 @@ def test_a_second_phase_that_was_copied_is_taken_by_its_numbers(
 def test_a_run_that_goes_on_is_taken_by_its_numbers(
     tmp_path: Path, steps: tuple[int, ...], said: Said
 ) -> None:
-    folder = saved(tmp_path / "run", steps=steps)
+    ensure_newest_is_taken(saved(tmp_path / "run", steps=steps), said)
+
+
+def ensure_newest_is_taken(folder: Path, said: Said) -> None:
     status, out, _ = said("check", "-r", folder)
     assert status == 0
     assert f"resume from {folder / 'checkpoint_4'}, the newest complete one" in out

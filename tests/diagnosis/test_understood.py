@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckptfix import check, migrate
+from ckptfix import check, migrate, seal
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
@@ -66,7 +66,7 @@ def test_a_healthy_save_of_one_model(folder: Path) -> None:
         "model.safetensors: 4 tensors, F32, 332 B\n  optimizer  optimizer.bin (Adam or "
         "AdamW): 4 parameters\n  saved by   at least 2 processes\nnot checked: values of tensors, "
         "checksums of tensor records in torch zip files, whether all files belong to one save "
-        "and none is missing, whether keys and shapes match the script's model; "
+        "and none is missing, whether tensors and param groups match the script; "
         f"for details: ckptfix check -v {folder}"
     )
 
@@ -78,7 +78,7 @@ def test_verbose_lists_what_was_not_checked(
     assert capsys.readouterr().out.splitlines()[-4:] == [
         (
             "not checked: values of tensors (NaN, zeros, flipped bits); ckptfix verify --data "
-            "reads them"
+            "reads them, but not other values in states (counters, random states)"
         ),
         (
             "not checked: checksums of tensor records in torch zip files; ckptfix check --data "
@@ -89,7 +89,10 @@ def test_verbose_lists_what_was_not_checked(
             "records which save it is from, and without another checkpoint of the run nothing shows "
             "how many ranks, models and states the run has; only a seal right after each save proves it"
         ),
-        "not checked: whether keys and shapes match the script's model; the load compares them",
+        (
+            "not checked: whether tensors and param groups match the script: keys, shapes, dtypes "
+            "and order; the load compares keys and shapes"
+        ),
     ]
     assert run(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.count("not checked") == 1
@@ -260,6 +263,12 @@ def test_the_manifest_of_a_save_names_the_classes_of_files_that_did_not_change(
     )
 
 
+def test_a_seal_of_a_stock_save_counts_no_processes(folder: Path) -> None:
+    before = [line for line in understood(folder) if line.startswith("  saved by")]
+    seal(folder)
+    assert [line for line in understood(folder) if line.startswith("  saved by")] == before
+
+
 def test_folders_of_fsdp_and_deepspeed() -> None:
     assert understood(FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint") == [
         "  model      pytorch_model_fsdp_0/ (DCP): 8 tensors, 7 F32 and 1 I64, 216 B, 2 files",
@@ -381,14 +390,18 @@ WRONG_VALUES = {
 }
 
 
-@pytest.mark.parametrize("case", [*NOT_OBJECTS, *WRONG_VALUES])
-@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+BROKEN = {
+    **{("config.json", case): value for case, value in (NOT_OBJECTS | WRONG_VALUES).items()},
+    **{("adapter_config.json", case): value for case, value in NOT_OBJECTS.items()},
+    ("adapter_config.json", "a text"): (b'{"r": "8", "peft_type": 1}', '"r" is not a valid count'),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=" ".join)
 def test_a_broken_config_is_told_and_the_report_goes_on(
-    case: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    case: tuple[str, str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content, problem = (NOT_OBJECTS | WRONG_VALUES)[case]
-    if name == "adapter_config.json" and case in WRONG_VALUES:
-        content, problem = b'{"r": "8", "peft_type": 1}', '"r" is not a valid count'
+    name, (content, problem) = case[0], BROKEN[case]
     with open(folder / name, "wb") as file:
         file.write(content or b"")
         file.truncate(len(content) if content is not None else 100_000_000)

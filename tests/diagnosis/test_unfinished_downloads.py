@@ -69,6 +69,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Small().saved(tmp_path_factory.mktemp("saved") / "checkpoint_0")
 
 
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run/checkpoint_0"))
+
+
 def _cut(file: Path, to: Path) -> None:
     data = file.read_bytes()
     file.unlink()
@@ -95,10 +100,7 @@ def told(program: str, part: Path, folder: Path, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
 @pytest.mark.parametrize("program", DOWNLOADS)
-def test_the_download_of_a_state_was_cut_short(
-    saved: Path, tmp_path: Path, program: str, name: str
-) -> None:
-    folder = Path(shutil.copytree(saved, tmp_path / "run/checkpoint_0"))
+def test_the_download_of_a_state_was_cut_short(folder: Path, program: str, name: str) -> None:
     assert problems(folder) == []
     part = DOWNLOADS[program](folder / name)
     _cut(folder / name, part)
@@ -111,8 +113,7 @@ def test_the_download_of_a_state_was_cut_short(
 
 
 @pytest.mark.parametrize("program", [*DOWNLOADS, "aria2"])
-def test_a_download_of_a_store_is_named(saved: Path, tmp_path: Path, program: str) -> None:
-    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+def test_a_download_of_a_store_is_named(folder: Path, program: str) -> None:
     _cut(
         folder / "optimizer.bin",
         (DOWNLOADS | {"aria2": _after(".aria2")})[program](folder / "optimizer.bin"),
@@ -126,17 +127,13 @@ LEFT_ALONE = [name for name in DOWNLOADS if name not in ("Firefox", "rsync", "an
 
 
 @pytest.mark.parametrize("program", [name for name in LEFT_ALONE if "cache" not in name])
-def test_a_download_next_to_its_file_is_left_over(
-    saved: Path, tmp_path: Path, program: str
-) -> None:
-    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+def test_a_download_next_to_its_file_is_left_over(folder: Path, program: str) -> None:
     DOWNLOADS[program](folder / "optimizer.bin").write_bytes(b"half")
     Small().accelerator.load_state(str(folder))
     assert check(folder).status == 0
 
 
-def test_aria2_gives_a_file_its_name_before_it_is_complete(saved: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+def test_aria2_gives_a_file_its_name_before_it_is_complete(folder: Path) -> None:
     (folder / "optimizer.bin.aria2").write_bytes(b"\0\1")
     assert problems(folder) == ["optimizer.bin.aria2: left over from an interrupted save or copy"]
 
@@ -144,24 +141,19 @@ def test_aria2_gives_a_file_its_name_before_it_is_complete(saved: Path, tmp_path
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "model.safetensors.20240101",
-            "notes.crdownload",
-            "photo.download",
-            "deadbeef",
-            "model.cafebabe",
-        ),
-        *(
-            "optimizer.bin.backup",
-            "Unconfirmed 123456.crdownload",
-            "optimizer.bin.md5",
-            "optimizer.bin.sha256",
-        ),
+        "model.safetensors.20240101",
+        "notes.crdownload",
+        "photo.download",
+        "deadbeef",
+        "model.cafebabe",
+        "optimizer.bin.backup",
+        "Unconfirmed 123456.crdownload",
+        "optimizer.bin.md5",
+        "optimizer.bin.sha256",
     ],
 )
-def test_other_files_are_no_downloads(saved: Path, tmp_path: Path, name: str) -> None:
+def test_other_files_are_no_downloads(folder: Path, name: str) -> None:
     """A folder may hold downloads of anything else, and copies with the date of a day."""
-    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
     (folder / name).write_bytes(b"half")
     assert check(folder).status == 0
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -14,7 +13,10 @@ from safetensors import safe_open as _safe_open
 
 from ckptfix import check, repair
 from ckptfix.formats.tensor import DTYPE_BITS
+from tests.diagnosis.test_odd_indexes import Folder, Library, Transformers, copy_of, saved
+from tests.tiny_models import reconfigure
 
+__all__ = ["saved"]
 safe_open: Any = _safe_open
 
 
@@ -63,77 +65,27 @@ def test_a_dtype_that_torch_loads_is_no_finding(
     assert check(tmp_path).status == 0
 
 
-class Folder:
-    """A model in shards, as transformers saves it."""
-
-    def __init__(self, path: Path, *, safetensors: bool) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "vocab_size": 16,
-            "num_attention_heads": 2,
-        }
-        self.path, self.kind = path, LlamaForCausalLM
-        self.config = LlamaConfig(num_hidden_layers=1, **sizes)
-        self.model = LlamaForCausalLM(self.config)
-        self.model.save_pretrained(path, max_shard_size="1KB")
-        if not safetensors:
-            for shard in path.glob("*.safetensors"):
-                torch.save(
-                    load(shard),
-                    shard.with_name(shard.name.replace("model", "pytorch_model", 1)).with_suffix(
-                        ".bin"
-                    ),
-                )
-                shard.unlink()
-            text = (path / "model.safetensors.index.json").read_text()
-            text = text.replace("model-0", "pytorch_model-0").replace(".safetensors", ".bin")
-            (path / "pytorch_model.bin.index.json").write_text(text)
-            (path / "model.safetensors.index.json").unlink()
-        (self.index,) = path.glob("*.index.json")
-
-    def write(self, document: Mapping[str, Any]) -> None:
-        """Replace the index."""
-        self.index.write_text(json.dumps(document))
-
-    def of_transformers(self) -> bool:
-        """Return whether transformers loads the weights of the model."""
-        return self._is_equal(self.kind.from_pretrained(self.path))
-
-    def of_accelerate(self) -> bool:
-        """Return whether accelerate loads the weights of the model."""
-        model = self.kind(self.config)
-        accelerate.load_checkpoint_in_model(model, self.path)
-        return self._is_equal(model)
-
-    def _is_equal(self, model: torch.nn.Module) -> bool:
-        state = self.model.state_dict()
-        return all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+def in_suffix(saved: Any, suffix: str, tmp_path: Path) -> tuple[Library, Folder]:
+    """Return a sharded model of transformers, and a copy to damage."""
+    library, source = saved[Transformers, suffix]
+    return library, copy_of(source, tmp_path / "model")
 
 
-_REFUSED: dict[str, dict[str, Any]] = {
-    "none": {},
-    "null": {"metadata": None},
-    "a list": {"metadata": []},
-    "a text": {"metadata": "x"},
-    "a number": {"metadata": 3},
-    "a boolean": {"metadata": True},
-}
+SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 
 
-@pytest.mark.parametrize("safetensors", [True, False])
-@pytest.mark.parametrize("name", _REFUSED)
+@SUFFIXES
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": []}], ids=str)
 def test_an_index_without_metadata_is_an_error_that_a_repair_mends(
-    tmp_path: Path, name: str, safetensors: bool
+    tmp_path: Path, saved: Any, metadata: dict[str, Any], suffix: str
 ) -> None:
-    folder = Folder(tmp_path / "model", safetensors=safetensors)
-    weight_map = json.loads(folder.index.read_text())["weight_map"]
-    folder.write({"weight_map": weight_map, "more": 1, **_REFUSED[name]})
+    library, folder = in_suffix(saved, suffix, tmp_path)
+    weight_map = folder.map
+    folder.index.write_text(json.dumps({"weight_map": weight_map, "more": 1, **metadata}))
     with pytest.raises((KeyError, TypeError)):
-        folder.of_transformers()
-    assert folder.of_accelerate()
+        next(library.loads(folder))
+    (model,) = Library.loads(library, folder)
+    assert library.is_equal(model)
     report = check(folder.path)
     assert report.status == 1
     assert [str(finding) for finding in report.findings if finding.code == "index-mismatch"] == [
@@ -143,19 +95,19 @@ def test_an_index_without_metadata_is_an_error_that_a_repair_mends(
     assert repair(folder.path).status == 0
     document = json.loads(folder.index.read_text())
     assert (document["weight_map"], document["more"]) == (weight_map, 1)
-    assert folder.of_transformers()
+    assert library.is_loaded(folder)
     assert check(folder.path).status == 0
 
 
-@pytest.mark.parametrize("safetensors", [True, False])
+@SUFFIXES
 @pytest.mark.parametrize("metadata", [{}, {"total_size": "x"}, {"total_size": -1}, {"dtype": None}])
 def test_whatever_the_metadata_hold_the_index_loads(
-    tmp_path: Path, metadata: dict[str, Any], safetensors: bool
+    tmp_path: Path, saved: Any, metadata: dict[str, Any], suffix: str
 ) -> None:
-    folder = Folder(tmp_path / "model", safetensors=safetensors)
-    weight_map = json.loads(folder.index.read_text())["weight_map"]
-    assert check(folder.path).status == 0
-    folder.write({"weight_map": weight_map, "metadata": metadata})
-    assert folder.of_transformers()
-    assert folder.of_accelerate()
+    library, folder = in_suffix(saved, suffix, tmp_path)
+    folder.write_map(folder.map, metadata=metadata)
+    # Without it transformers takes the dtype of the index.
+    reconfigure(folder.path, dtype="float32")
+    assert library.is_equal(next(library.loads(folder)))
+    assert all(map(library.is_equal, Library.loads(library, folder)))
     assert check(folder.path).status == 0

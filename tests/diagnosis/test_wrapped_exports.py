@@ -4,30 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel
 
 from ckptfix import check
 from ckptfix.diagnosis.findings.duplicates import WrapperPrefix
-from tests.tiny_models import reconfigure
+from tests.tiny_models import reconfigure, tensors_of, tiny, write
 
 
 def wrapped(root: Path, prefix: str) -> dict[str, torch.Tensor]:
     """Save a model of transformers with a prefix before each key, and return its weights."""
-    config = BertConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        vocab_size=8,
-    )
-    BertModel(config).save_pretrained(root)
-    weights: dict[str, torch.Tensor] = load_file(root / "model.safetensors")
-    save_file(
-        {prefix + name: tensor for name, tensor in weights.items()},
-        root / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    tiny("BertModel").save_pretrained(root)
+    weights = tensors_of(root)
+    write(root, {prefix + name: tensor for name, tensor in weights.items()})
     return weights
 
 

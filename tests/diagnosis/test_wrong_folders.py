@@ -2,13 +2,11 @@
 role.
 """
 
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +19,8 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.resumable import choose
 from ckptfix.diagnosis.target import find_checkpoints
+from tests.diagnosis.test_wrong_states import exchanged
+from tests.repairs.builders import RANDOM_STATES
 from tests.repairs.dcp_folders import copy
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -38,17 +38,7 @@ def save(root: Path, states: dict[str, Any]) -> None:
     root.mkdir(parents=True)
     for name, content in states.items():
         dcp.save(content, storage_writer=dcp.FileSystemWriter(root / name), no_dist=True)
-    save_random_states(root, 0)
-
-
-def save_random_states(root: Path, rank: int) -> None:
-    states = {
-        "step": 1,
-        "random_state": random.getstate(),
-        "numpy_random_seed": np.random.get_state(),
-        "torch_manual_seed": torch.get_rng_state(),
-    }
-    torch.save(states, root / f"random_states_{rank}.pkl")
+    (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
 
 
 def trained(
@@ -98,21 +88,12 @@ def test_exchanged_folders(tmp_path: Path, how: dict[str, Any]) -> None:
     assert list(map(told, folders)) == [[], [], []]
     assert resumed(tmp_path) == "checkpoint_2"
     last = folders[-1]
-    (last / MODEL).rename(last / "t")
-    (last / OPTIMIZER).rename(last / MODEL)
-    (last / "t").rename(last / OPTIMIZER)
+    exchanged(last, MODEL, OPTIMIZER)
     assert told(last) == [
-        (
-            f"wrong-state: {OPTIMIZER}: it holds a model's weights (expected an optimizer's "
-            f"state); swapped with {MODEL}"
-        ),
-        (
-            f"wrong-state: {MODEL}: it holds an optimizer's state (expected a model's weights); "
-            f"swapped with {OPTIMIZER}"
-        ),
+        (f"wrong-state: {OPTIMIZER}: it holds a model's weights (expected an optimizer's state)"),
+        f"wrong-state: {MODEL}: it holds an optimizer's state (expected a model's weights)",
     ]
     assert resumed(tmp_path) == "checkpoint_1"
-    assert [finding.code for finding in check(last / MODEL).findings] == ["wrong-state"]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -163,12 +144,17 @@ def test_folders_of_other_tools_and_odd_names_are_healthy(tmp_path: Path) -> Non
         )
 
 
+def deepen(root: Path, name: str) -> None:
+    """Move a folder into a new one of its name."""
+    (root / name).rename(root / "third")
+    (root / name).mkdir()
+    (root / "third").rename(root / name / name)
+
+
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 def test_a_folder_one_level_too_deep(tmp_path: Path, name: str) -> None:
     last = run(tmp_path)[-1]
-    (last / name).rename(last / "t")
-    (last / name).mkdir()
-    (last / "t").rename(last / name / name)
+    deepen(last, name)
     assert told(last) == [
         (
             f"incomplete-checkpoint: {name} holds no save: its files are one level too deep, in "
@@ -211,9 +197,7 @@ def test_a_folder_of_deepspeed(name: str, is_deeper: bool, tmp_path: Path) -> No
         shutil.copytree(DEEPSPEED / name / "checkpoint", tmp_path / f"checkpoint_{number}")
     last = tmp_path / "checkpoint_1"
     assert told(last) == []
-    (last / "pytorch_model").rename(last / "t")
-    (last / "pytorch_model").mkdir()
-    (last / "t").rename(last / "pytorch_model" / "pytorch_model")
+    deepen(last, "pytorch_model")
     words = "its files are one level too deep, in pytorch_model/pytorch_model"
     if not is_deeper:
         shutil.rmtree(last / "pytorch_model" / "pytorch_model")
@@ -245,8 +229,8 @@ def test_an_empty_folder_of_a_later_number(tmp_path: Path) -> None:
 
 def test_a_rank_that_wrote_shards_and_has_no_random_states(tmp_path: Path) -> None:
     root = copy(tmp_path, "fsdp2-clean")
-    save_random_states(root, 0)
-    save_random_states(root, 1)
+    for rank in range(2):
+        (root / f"random_states_{rank}.pkl").write_bytes(RANDOM_STATES)
     assert told(root) == []
     (root / "random_states_1.pkl").unlink()
     assert told(root) == [

@@ -376,23 +376,6 @@ def test_no_model_is_blamed(model: str, tmp_path: Path) -> None:
     assert told(root) == []
 
 
-def test_keys_that_only_a_hook_takes_are_listed_as_not_checked(tmp_path: Path) -> None:
-    words = "whether the model of pytorch_model.bin accepts "
-    root = saved_by_accelerate(tmp_path / "hook", WithHook())
-    assert refusal(root, WithHook()) == ""
-    assert told(root) == []
-    assert [one for one in check(root).not_checked if one.startswith(words + "'format', 'bits'")]
-    root = saved_by_accelerate(tmp_path / "other")
-    assert not [one for one in check(root).not_checked if one.startswith(words)]
-    torch.save({**torch.load(root / WEIGHTS), "x": None}, root / WEIGHTS)
-    assert refusal(root)
-    assert [one for one in check(root).not_checked if one.startswith(words + "'x'")]
-    root = saved_by_accelerate(tmp_path / "counter", WithCounter())
-    assert refusal(root, WithCounter()) == ""
-    assert check(root).all_findings == ()
-    assert [one for one in check(root).not_checked if one.startswith(words + "'step'")]
-
-
 @pytest.mark.parametrize("is_safe", [True, False])
 def test_a_model_without_a_tensor_and_an_optimizer_is_listed_as_not_checked(
     tmp_path: Path, is_safe: bool

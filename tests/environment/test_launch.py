@@ -1,7 +1,5 @@
 """Command lines, split where the training script stands."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from ckptfix.environment.facts.machine import Torch
 from ckptfix.errors import UsageError
 from ckptfix.hardware import Machine
 from tests.environment.building import OPTIONS, facts, launch, script
+from tests.training.killing import in_child
 
 
 def test_options_before_and_behind_the_script() -> None:
@@ -323,6 +322,8 @@ def test_a_config_that_accelerate_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, words: str
 ) -> None:
     """The symptom: no problems found, and accelerate launch raised FileNotFoundError."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("train.py").touch()
@@ -336,12 +337,8 @@ def test_a_config_that_accelerate_cannot_use(
     assert len(said) == bool(words)
     assert all(words in one for one in said)
     assert not words or found.status == 1
-    stock = subprocess.run(
-        (sys.executable, "-m", "accelerate.commands.launch", *options.split(), "train.py"),
-        capture_output=True,
-        check=False,
-    )
-    assert (stock.returncode != 0) == ("good" not in options)
+    stock = launch_command_parser().parse_args([*options.split(), "train.py"])
+    assert (in_child(lambda: launch_command(stock)) != 0) == ("good" not in options)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ and is never written again. ``<!-- run: FIXTURE needs NAME... -->``: only where 
 programs are installed.
 """
 
-import inspect
 import math
 import os
 import re
@@ -18,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -31,7 +30,6 @@ from safetensors.torch import save_file
 
 from ckptfix import check, verify
 from ckptfix.cli import cli, run
-from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
 from ckptfix.diagnosis.findings.catalogue import CODES
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair
@@ -182,41 +180,6 @@ def _advice(code: str) -> str:
     return _block("text", "\n".join(str(line) for line in advice.lines()))
 
 
-def _options(verb: str) -> str:
-    command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
-    context = click.Context(command, info_name=f"ckptfix {verb}")
-    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    examples = command.examples if isinstance(command, Verb) else ()
-    commands = [f"{example}  # {meaning}" for example, meaning in examples]
-    rows = _rows(command.params, context)
-    table = [row for row in rows if row not in _common(context)]
-    lines = [*inspect.cleandoc(command.help or "").replace("\b\n", "").splitlines(), ""]
-    lines += ["```text", usage, *commands, "```"]
-    if table:
-        lines += ["", "| option | meaning |", "|---|---|", *table]
-    return "\n".join(lines) + "\n"
-
-
-def _common_options(_: str) -> str:
-    rows = _common(click.Context(cli))
-    return "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
-
-
-def _common(context: click.Context) -> list[str]:
-    return _rows(Verb("any").common, context)
-
-
-def _rows(options: Iterable[click.Parameter], context: click.Context) -> list[str]:
-    rows = []
-    for option in options:
-        if isinstance(option, click.Option) and not option.hidden:
-            takes = "" if option.is_flag else f" {option.make_metavar(context)}"
-            texts = (f"`{', '.join(option.opts)}{takes}`", option.help or "")
-            rows.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")
-    return rows
-
-
 def _causes(_: str) -> str:
     rows = (
         f"| `{one.code}` | {one.words} | {one.change} | {'yes' if one.is_restored else ''} |"
@@ -251,8 +214,6 @@ WRITERS: dict[str, Callable[[str], str]] = {
     "topics": _table_of_topics,
     "topic": _topic,
     "advice": _advice,
-    "options": _options,
-    "common": _common_options,
     "verbs": _verbs,
     "causes": _causes,
 }

@@ -93,9 +93,15 @@ def test_a_section_answers_every_question(code: str, headings: list[str]) -> Non
     text = section("codes", code)
     assert text is not None
     parts = re.split(r"^### (.+)\n", text, flags=re.MULTILINE)
-    assert parts[1::2] == headings
-    assert all(len(part.strip()) > 5 for part in parts[2::2])
-    assert code in parts[8], "the example is a message of this code"
+    answers = dict(zip(parts[1::2], parts[2::2], strict=True))
+    # The first sentence of a topic of doctor can say why it happens, or what it costs.
+    optional = HEADINGS[1:3] if code in DOCTOR and code not in CODES else []
+    assert list(answers) == [
+        heading for heading in headings if heading in answers or heading not in optional
+    ]
+    assert len(answers) >= len(headings) - 1
+    assert all(len(answer.strip()) > 5 for answer in answers.values())
+    assert code in answers["An example"], "the example is a message of this code"
 
 
 def test_the_pages_and_the_readme_mention_no_unknown_topic_or_code() -> None:
@@ -108,11 +114,6 @@ def test_the_pages_and_the_readme_mention_no_unknown_topic_or_code() -> None:
             assert explanation(code) is not None, f"{path.name}: {code}"
         for target in re.findall(r"\]\((ckptfix/manual/[^)#]+)", text):
             assert (ROOT / target).is_file(), f"{path.name}: {target}"
-
-
-def test_the_command_reference_has_every_command() -> None:
-    verbs = cli.list_commands(click.Context(cli))
-    assert {f"ckptfix {verb}" for verb in verbs} <= set(titles("commands"))
 
 
 def test_every_option_in_a_command_of_the_manual_exists() -> None:
@@ -148,12 +149,13 @@ def test_help_prints_a_page_as_it_is(topic: str, capsys: pytest.CaptureFixture[s
     assert "<!--" not in said
 
 
-def test_help_prints_the_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_every_option_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", "repair"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("## ckptfix repair\n")
-    assert "--dry-run" in said
-    assert "## ckptfix undo" not in said
+    assert said.startswith("Usage: ckptfix repair [OPTIONS] PATHS...\n")
+    assert "--break-lock" in said
+    assert run(["repair", "--help", "--all"]) == 0
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(

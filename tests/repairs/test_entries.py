@@ -2,6 +2,8 @@
 them.
 """
 
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import torch
 from accelerate import Accelerator
 from msgspec.structs import replace
 
-from ckptfix import Finding, Keys, Policy, check, latest_checkpoint, repair, undo
+from ckptfix import Finding, Keys, Policy, check, latest_checkpoint, plan_repair, repair, undo
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.errors import OperationError
+from ckptfix.storage.paths import JOURNAL, MANIFEST
 from tests.repairs.builders import (
     RANDOM_STATES,
     read_safetensors_bytes,
@@ -421,6 +424,20 @@ def test_a_drop_keeps_a_gap_that_was_there(tmp_path: Path) -> None:
     (folder / "model_2.safetensors").unlink()
     assert repair(folder).status == 1
     assert models_of(folder) == {"model.safetensors": STUDENT, "model_2.safetensors": TEACHER}
+
+
+def test_a_pipe_in_the_place_of_a_later_model_is_refused(tmp_path: Path) -> None:
+    folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT), trained=[STUDENT])
+    pipe = folder / "model_2.safetensors"
+    os.mkfifo(pipe)
+    words = re.escape(
+        f"{pipe}: not a regular file, so a repair cannot move it; nothing was changed; next: rm "
+        f"{pipe}, and copy"
+    )
+    for act in (plan_repair, repair):
+        with pytest.raises(OperationError, match=words):
+            act(folder)
+    assert not (folder / JOURNAL).exists()
 
 
 def test_a_chain_counts_only_if_every_shard_carries_it(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from ckptfix import check, latest_checkpoint, migrate, repair, undo
+from ckptfix import check, latest_checkpoint, migrate, repair, seal, undo, verify
+from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.cli import run
 from ckptfix.conversion.uploading import upload
+from ckptfix.diagnosis.completeness import OF_UPLOAD
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage import object_copies, store_files, stores, uploads
 from ckptfix.storage.markers import (
@@ -87,6 +89,12 @@ def is_committed(place: Store) -> bool:
     commit = parse_commit(place.read(COMMITTED, 0, there[COMMITTED].size))
     begun = parse_begun(place.read(UPLOAD, 0, there[UPLOAD].size)) if UPLOAD in there else None
     return begun is None or begun.upload == commit.upload
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, cloud: Cloud) -> None:
+    """Let every URL be one of a simulated cloud."""
+    for module in (stores, store_files, uploads, object_copies):
+        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
 
 
 def test_the_files_of_linked_folders_are_uploaded_and_what_cannot_be_is_refused(
@@ -173,8 +181,7 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
     monkeypatch: pytest.MonkeyPatch, cloud: Cloud
 ) -> None:
     """Without a manifest the commit marker alone says what was there."""
-    for module in (stores, store_files, uploads, object_copies):
-        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    serve(monkeypatch, cloud)
     url = "s3://simulated/run/checkpoint_7"
     upload(FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint", url)
     repair(url)
@@ -191,14 +198,78 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
         latest_checkpoint("s3://simulated/run", pattern="checkpoint_{}")
 
 
+def test_an_object_that_was_replaced_after_the_commit_is_named_and_compared(
+    monkeypatch: pytest.MonkeyPatch, cloud: Cloud
+) -> None:
+    serve(monkeypatch, cloud)
+    url = "s3://simulated/run/checkpoint_7"
+    upload(FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint", url)
+
+    def named() -> list[str]:
+        return [words for words in check(url).not_checked if words.startswith(OF_UPLOAD)]
+
+    before = cloud.requests
+    assert named() == []
+    compared = cloud.requests - before
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.diagnosis.completeness.replaced_since_upload", lambda *_: [])
+        check(url)
+    assert cloud.requests - before == 2 * compared
+    report = verify(url)
+    assert report.status == 0
+    assert f"{url}/{COMMITTED}: digests of the upload, not signed" in str(report)
+    for name in ("optimizer_1.bin", "notes.txt"):
+        cloud.write(f"run/checkpoint_7/{name}", b"mine")
+    assert [item.name for item in verify(url).differences] == ["optimizer_1.bin"]
+    for name in ("optimizer_1.bin", "notes.txt"):
+        del cloud.objects[f"run/checkpoint_7/{name}"]
+    key = "run/checkpoint_7/model.safetensors"
+    data = bytearray(read(cloud.objects[key].body))
+    data[-3] ^= 1
+    cloud.write(key, bytes(data))
+    words = (
+        f"{OF_UPLOAD} of 'model.safetensors': its size or ETag changed since the upload; next: "
+        f"ckptfix verify {url}"
+    )
+    assert check(url).not_checked[0] == words
+    assert [item.name for item in verify(url).differences] == ["model.safetensors"]
+    assert f"or, if the change is intended: ckptfix seal {url}" in str(verify(url))
+    seal(url)
+    assert named() == []
+    assert (verify(url).status, verify(url).statements) == (0, ())
+
+
+def test_what_a_repair_changed_is_not_compared_with_the_upload(
+    monkeypatch: pytest.MonkeyPatch, cloud: Cloud
+) -> None:
+    serve(monkeypatch, cloud)
+    url = "s3://simulated/run/checkpoint_7"
+    name = "student-teacher-wrapper-safetensors"
+    upload(FIXTURES / "accelerate-1.15.0" / name / "checkpoint", url)
+    repair(url)
+    assert not any(words.startswith(OF_UPLOAD) for words in check(url).not_checked)
+    report = verify(url)
+    assert (report.status, len(report.differences)) == (0, 0)
+    assert f"model_1.safetensors: not covered by {url}/{COMMITTED}" in str(report)
+    # A later save has a manifest of its own.
+    manifest = Manifest(versions={}, world_size=1, step=0)
+    cloud.write(f"run/checkpoint_7/{MANIFEST}", manifest.to_bytes())
+    assert verify(url).statements == ()
+    del cloud.objects[f"run/checkpoint_7/{MANIFEST}"]
+    assert verify(url).statements != ()
+    # An interrupted upload has the marker of the one before it.
+    upload_json = begun_now("another", {"model.safetensors": 1}).to_bytes()
+    cloud.write(f"run/checkpoint_7/{UPLOAD}", upload_json)
+    assert verify(url).statements == ()
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("is_after", [False, True])
 def test_after_ctrl_c_the_message_of_an_upload_is_true_at_any_request(
     tmp_path: Path, cloud: Cloud, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], is_after: bool, is_old: bool,
 ) -> None:  # fmt: skip
-    for module in (stores, store_files, uploads, object_copies):
-        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    serve(monkeypatch, cloud)
     place, said = open_simulated(cloud, URL), set()
     folder = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
     at, seen, status = 0, 0, 130

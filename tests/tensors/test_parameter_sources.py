@@ -19,6 +19,7 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState
 from ckptfix.tensors.parameter_sources import Factory, name_optimizers
+from tests.sampling import one_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,7 +96,7 @@ def check_named(root: Path, wanted: dict[str, float], **options: Any) -> Optimiz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", one_of(TINY))
 def test_the_class_of_a_config_names_the_parameters_of_a_trainer_checkpoint(
     tmp_path: Path, name: str
 ) -> None:

@@ -3,10 +3,11 @@ those of stock.
 
     python -m tests.training.equal_runs FOLDER PROCESSES [NAME ...]
 
-Each loop is run by stock accelerate, by ``patch_accelerate`` (which ``ckptfix run`` calls) and by
-the guarded Accelerator, and once more killed after its first save and resumed. Prints one line of
-JSON for each: the ways in which it went, and the first record of each way that is not that of
-stock. Trainers of transformers are run with the patch.
+PROCESSES is a number, or several with commas. Each loop is run by stock accelerate, by
+``patch_accelerate`` (which ``ckptfix run`` calls) and by the guarded Accelerator, and once more
+killed after its first save and resumed. Prints one line of JSON for each: the ways in which it
+went, and the first record of each way that is not that of stock. Trainers of transformers are run
+with the patch.
 """
 
 import hashlib
@@ -530,13 +531,15 @@ def compare(name: str, folder: Path, processes: int) -> dict[str, Any]:
     return {"name": name, "mode": mode, "statuses": statuses, "differences": differences}
 
 
-def main(folder: Path, processes: int, *names: str) -> None:
+def main(folder: Path, counts: list[int], *names: str) -> None:
     """Run loops and Trainers on so many processes, and print what differs."""
     for name in names or (*LOOPS, *TRAINERS):
-        place = folder / name.replace(" ", "-")
-        place.mkdir(parents=True)
-        print(json.dumps(compare(name, place, processes)), flush=True)
+        for processes in counts:
+            place = folder / name.replace(" ", "-") / str(processes)
+            place.mkdir(parents=True)
+            line = {"processes": processes, **compare(name, place, processes)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), list(map(int, sys.argv[2].split(","))), *sys.argv[3:])

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
 from tests.training.loading_runs import reset
-from tests.training.rank_cases import Seen, case, main, turn_on_fsdp
+from tests.training.rank_cases import Seen, case, turn_on_fsdp
 
 
 class Counted(nn.Linear):  # type: ignore[misc]
@@ -242,7 +242,3 @@ def fsdp2(_: Path) -> Seen:
         "changed": changed,
         "refused": refused,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 functions.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,8 @@ def in_child(work: Callable[[], None]) -> int:
     """Run ``work`` in a forked process and return its wait status: 0 when it ended well."""
     pid = os.fork()
     if pid == 0:
+        # Else a full collection walks through all that the test's process has imported.
+        gc.freeze()
         code = 1
         try:
             work()

@@ -14,7 +14,7 @@ from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Requirem
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import TwoLayer
 from tests.training.loading_runs import FIXTURES, Run, make_run, reset, run_of_fixture, seeded
-from tests.training.rank_cases import Seen, case, main, rank, turn_on_fsdp
+from tests.training.rank_cases import Seen, case, rank, turn_on_fsdp
 
 
 def fresh() -> Run:
@@ -294,7 +294,3 @@ def saved_plain(folder: Path) -> Path:
         torch.save({"a": torch.ones(1)}, path / "optimizer.bin")
     torch.distributed.barrier()
     return path
-
-
-if __name__ == "__main__":
-    main()

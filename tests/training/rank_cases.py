@@ -1,11 +1,7 @@
-"""Cases that two real processes under torchrun work through, and how a test starts them and reads
-what they saw.
+"""Cases that two real processes work through, and how a test starts them and reads what they saw.
 
-A module of cases marks each with `case` and ends in `main()`:
-
-    torchrun --nproc_per_node 2 -m tests.training.guard_ranks FOLDER
-
-Every case writes what it saw into FOLDER/CASE-RANK.json; the test judges it.
+A module of cases marks each with `case`. Every case writes what it saw into FOLDER/CASE-RANK.json;
+the test judges it.
 """
 
 import json
@@ -13,7 +9,10 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,17 +23,21 @@ from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from tests.training.loading_runs import reset
+from tests.training.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 Seen = dict[str, Any]
 Ranks = dict[str, list[Seen]]
 """Name of a case -> what rank 0 and rank 1 saw."""
 
-_CASES: dict[str, Callable[[Path], Seen]] = {}
+Case = Callable[[Path], Seen]
+
+_CASES: dict[str, dict[str, Case]] = {}
+"""Name of a module -> its cases."""
 
 
-def case(work: Callable[[Path], Seen]) -> Callable[[Path], Seen]:
-    _CASES[work.__name__] = work
+def case(work: Case) -> Case:
+    _CASES.setdefault(work.__module__, {})[work.__name__] = work
     return work
 
 
@@ -51,12 +54,13 @@ def turn_on_fsdp(accelerator: Any, **plugin: Any) -> None:
     accelerator.state.device = torch.device("cpu")  # FSDP takes cpu:0 for another device
 
 
-def main() -> None:
+def _work_through(cases: Mapping[str, Case], folder: Path, _: int) -> None:
     """Work through the cases as one rank; the process group stays, accelerate's state is fresh for
     each.
     """
-    folder = Path(sys.argv[1])
-    for name, work in _CASES.items():
+    # As in a script: pytest has made errors of them.
+    warnings.resetwarnings()
+    for name, work in cases.items():
         try:
             seen = work(folder)
         except Exception:
@@ -64,9 +68,6 @@ def main() -> None:
         (folder / f"{name}-{rank()}.json").write_text(json.dumps(seen))
         torch.distributed.barrier()
         reset()
-    # At a usual exit gloo's threads abort ("terminate called without an active exception"), with
-    # ckptfix and without.
-    os._exit(0)
 
 
 def run_python(*arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -87,8 +88,8 @@ def run_cases(module: str, folder: Path) -> Ranks:
     """Run every case of a module once in two processes; return what each rank saw. None may
     crash.
     """
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_python(*launcher, "-m", module, str(folder))
+    import_module(module)
+    statuses = run_ranks(2, partial(_work_through, _CASES[module], folder), patience=120)
     found: Ranks = {}
     for path in sorted(folder.glob("*-[01].json")):
         found.setdefault(path.stem[:-2], []).append(json.loads(path.read_text()))
@@ -96,4 +97,6 @@ def run_cases(module: str, folder: Path) -> Ranks:
         assert len(ranks) == 2, name
         for seen in ranks:
             assert "crash" not in seen, seen["crash"]
+    assert statuses == [0, 0]
+    assert found.keys() == _CASES[module].keys()
     return found

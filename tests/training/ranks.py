@@ -2,17 +2,16 @@
 imports each.
 """
 
+import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 from torch.distributed import TCPStore
-
-_NOTICE = 2.0
-"""Seconds in which the others notice that a process has ended with an error."""
 
 _DIGITS = 5
 """Length of the number of a port, as the ranks are told it."""
@@ -59,20 +58,30 @@ def _forget_the_test() -> None:
         GradientState._reset_state()
 
 
-def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0) -> list[int]:
+def run_ranks(
+    count: int, work: Callable[[int], None], *, patience: float = 60.0, notice: float = 2.0
+) -> list[int]:
     """Run ``work(rank)`` in ``count`` processes of one gloo group; return their wait statuses.
 
-    When one is killed, the others get two seconds to notice; who still waits then is killed as
-    torchrun would. ``patience``: seconds in which none of them computes (20 times that in all),
-    after which all are killed.
+    ``notice``: seconds that the others have to notice that one was killed; who still waits then is
+    killed as torchrun would. ``patience``: seconds in which none of them computes (20 times that in
+    all), after which all are killed.
     """
+    _import_once()
     ports, told = os.pipe()
     pids = [_fork(rank, count, work, (ports, told)) for rank in range(count)]
     with meeting_point() as variables:
         os.write(told, variables["MASTER_PORT"].rjust(_DIGITS).encode() * count)
         os.close(ports)
         os.close(told)
-        return _statuses(pids, patience)
+        return _statuses(pids, patience, notice)
+
+
+def _import_once() -> None:
+    """Import what the first optimizer of a process imports: 1.5 s that each rank would take for
+    itself.
+    """
+    import_module("torch._dynamo")
 
 
 def _fork(rank: int, count: int, work: Callable[[int], None], pipe: tuple[int, int]) -> int:
@@ -86,6 +95,9 @@ def _fork(rank: int, count: int, work: Callable[[int], None], pipe: tuple[int, i
     pid = os.fork()
     if pid:
         return pid
+    # Each full collection, and each search among all objects, would walk through a million of the
+    # test's process and copy their pages: 0.5 s.
+    gc.freeze()
     code = 1
     try:
         ports, told = pipe
@@ -111,7 +123,7 @@ def _fork(rank: int, count: int, work: Callable[[int], None], pipe: tuple[int, i
         os._exit(code)
 
 
-def _statuses(pids: list[int], patience: float) -> list[int]:
+def _statuses(pids: list[int], patience: float, notice: float) -> list[int]:
     statuses: dict[int, int] = {}
     idle = _Idle(pids)
     end = time.monotonic() + _LONGEST * patience
@@ -122,7 +134,7 @@ def _statuses(pids: list[int], patience: float) -> list[int]:
                 if done:
                     statuses[pid] = status
                     if status:
-                        patience = min(patience, idle.seconds() + _NOTICE)
+                        patience = min(patience, idle.seconds() + notice)
         if idle.seconds() > patience or time.monotonic() > end:
             for pid in set(pids) - set(statuses):
                 os.kill(pid, 9)

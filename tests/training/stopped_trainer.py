@@ -3,8 +3,8 @@
     python -m tests.training.stopped_trainer FOLDER
 
 With ``save_strategy="epoch"`` the Trainer saves after its loop. transformers 4.44 has left the pass
-over the data then; 5.23 holds its iterator. Prints the version, and the losses of a run that was not
-stopped and of the one that was resumed, as JSON.
+over the data then; 5.23 holds its iterator. Writes the version, and the losses of a run that was not
+stopped and of the one that was resumed, as JSON into FOLDER/seen.json.
 """
 
 import json
@@ -23,9 +23,8 @@ class Stops(transformers.TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = state.global_step == AT
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     patch_accelerate()
-    folder = Path(sys.argv[1])
     given: dict[str, Any] = {
         "save_strategy": "epoch",
         "max_steps": -1,
@@ -38,8 +37,9 @@ def main() -> None:
     build(folder / "stopped", [Stops()], **given).train()
     resumed = build(folder / "stopped", [], **given)
     resumed.train(resume_from_checkpoint=str(folder / f"stopped/checkpoint-{AT}"))
-    print(json.dumps([transformers.__version__, losses(through), losses(resumed)]))
+    seen = [transformers.__version__, losses(through), losses(resumed)]
+    (folder / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

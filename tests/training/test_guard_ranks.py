@@ -4,35 +4,42 @@ all tests here.
 
 import json
 from pathlib import Path
+from typing import Any
 
+import accelerate
 import pytest
+import torch
 
-from tests.training.rank_cases import Ranks, run_cases, run_python
-
-ONE_PROCESS = """
-import accelerate, sys, torch
-torch.manual_seed(3)
-model = torch.nn.Linear(10, 2)
-accelerator = accelerate.Accelerator(cpu=True)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-action, folder = sys.argv[1:]
-if action == "save":
-    model(torch.ones(1, 10)).sum().backward()
-    optimizer.step()
-    accelerator.save_state(folder)
-else:
-    accelerator.load_state(folder)
-print(model.weight.detach().flatten().tolist())
-"""
+from tests.training.loading_runs import reset
+from tests.training.rank_cases import Ranks, run_cases
 
 pytestmark = pytest.mark.slow
+
+
+def of_one_process() -> tuple[Any, Any, Any]:
+    """Return a stock accelerator, and its model and optimizer."""
+    reset()
+    torch.manual_seed(3)
+    model = torch.nn.Linear(10, 2)
+    accelerator = accelerate.Accelerator(cpu=True)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def values_of(model: Any) -> list[float]:
+    values: list[float] = model.weight.detach().flatten().tolist()
+    return values
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of one process, for the ranks to load."""
     made = tmp_path_factory.mktemp("ranks")
-    (made / "one.json").write_text(run_python("-c", ONE_PROCESS, "save", str(made / "one")))
+    accelerator, model, optimizer = of_one_process()
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(str(made / "one"))
+    (made / "one.json").write_text(json.dumps(values_of(model)))
+    reset()
     return made
 
 
@@ -108,7 +115,9 @@ def test_state_dict_is_called_once_and_checkpoints_fit_other_world_sizes(
     weights = [name for name in found["files"] if name.startswith(("model", "optimizer"))]
     assert weights == ["model.safetensors", "optimizer.bin"]
     assert found["loaded"] == json.loads((folder / "one.json").read_text())
-    loaded = json.loads(run_python("-c", ONE_PROCESS, "load", str(folder / "two")))
+    accelerator, model, _ = of_one_process()
+    accelerator.load_state(str(folder / "two"))
+    loaded = values_of(model)
     assert loaded != found["loaded"]
     assert len(loaded) == 20
 

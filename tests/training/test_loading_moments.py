@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 import ckptfix
+from ckptfix.storage.paths import MANIFEST
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy
 from ckptfix.training.loading.load_state import load_state_tolerant
 from tests.training.loading_runs import reset
@@ -262,3 +264,78 @@ def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
     accelerator = run_of((new, torch.optim.AdamW(in_groups("ab", "h")(new))), schedule=True)
     with pytest.raises(LoadError, match="it has rates for 1 param group, this run's optimizer 2"):
         load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
+
+
+def trainable(model: nn.Module, letters: str, *, named: bool = True, kind: type = AdamW) -> Any:
+    """Return an optimizer of the layers with these letters; the script froze the others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name[0] in letters
+    pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    return kind(pairs if named else [parameter for _, parameter in pairs], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "said"),
+    [
+        ("abc", "ac", "moments of 4 of 4 parameters loaded, matched by name; moments of 2 saved"),
+        ("ab", "abc", "moments of 4 of 6 parameters loaded, matched by name; start empty"),
+        ("ab", "bc", "moments of 2 of 4 parameters loaded, matched by name; start empty"),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False], ids=["named", "guarded"])
+def test_moments_of_other_trained_parameters_go_by_name(
+    tmp_path: Path, saved: str, now: str, said: str, named: bool
+) -> None:
+    """The number of parameters alone refused them, and the advice lost every moment."""
+    old = Layers("abc")
+    wanted = trained(run_of((old, trainable(old, saved, named=named))), tmp_path / "c")
+    if named:
+        (tmp_path / "c" / "run_state_0.pt").unlink()
+    new = Layers("abc")
+    accelerator = run_of((new, trainable(new, now, named=named)))
+    with pytest.raises(LoadError, match=r"next: pass policy=LoadPolicy\(models=\"partial\"\)"):
+        load_state_tolerant(accelerator, tmp_path / "c")
+    assert moments(accelerator) == {}
+    assert said in loaded(accelerator, tmp_path / "c")
+    found = moments(accelerator)
+    assert {name[2] for name in found} == set(saved) & set(now)
+    assert_by_name(found, wanted)
+    trained(accelerator, tmp_path / "d")
+
+
+def test_other_trained_parameters_without_names_are_refused(tmp_path: Path) -> None:
+    old = Layers("abc")
+    trained(run_of((old, trainable(old, "abc", named=False))), tmp_path / "c")
+    (tmp_path / "c" / "run_state_0.pt").unlink()
+    new = Layers("abc")
+    accelerator = run_of((new, trainable(new, "ac", named=False)))
+    with pytest.raises(LoadError, match=r"next: pass policy=LoadPolicy\(optimizers=\"warn\"\)"):
+        load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
+
+
+@pytest.mark.parametrize("layers", [("abc",), ("a", "c")], ids=["1 group", "2 groups"])
+def test_moments_of_another_class_are_not_carried(tmp_path: Path, layers: tuple[str, ...]) -> None:
+    old = Layers("abc")
+    trained(run_of((old, trainable(old, "abc"))), tmp_path / "c")
+    (tmp_path / "c" / MANIFEST).unlink()
+    new = Layers("abc")
+    accelerator = run_of((new, torch.optim.SGD(in_groups(*layers, named=True)(new))))
+    with pytest.raises(
+        LoadError, match=r"it lacks dampening.*|2 in this run; next: pass .*optimizers=\"warn\""
+    ):
+        load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
+    assert not accelerator._optimizers[0].optimizer.state
+
+
+def test_a_file_that_fits_another_optimizer_stays_there(tmp_path: Path) -> None:
+    models = [Layers("ab"), Layers("abc")]
+    wanted = trained(
+        run_of((models[0], adam(models[0])), (models[1], trainable(models[1], "abc"))),
+        tmp_path / "c",
+    )
+    models = [Layers("ab"), Layers("abc")]
+    accelerator = run_of((models[0], adam(models[0])), (models[1], trainable(models[1], "bc")))
+    said = loaded(accelerator, tmp_path / "c")
+    assert "optimizers 0 (AdamW) restored from optimizer.bin" in said
+    assert "optimizers 1 (AdamW) adapted from optimizer_1.bin" in said
+    assert_by_name(moments(accelerator), wanted)

@@ -375,7 +375,7 @@ def test_a_parameter_that_was_frozen_before_takes_no_moments_of_another(tmp_path
     run = of(["two", "three", "new"], seeded(lambda: Row("one", "two", "three", "new"), 2))
     report = load(run, tmp_path / "c")
     assert {name for name, state in moments(run).items() if state} == {"three.weight", "three.bias"}
-    assert "cannot be identified with certainty: 'two.weight'" in report.of("optimizers")[0].reason
+    assert "no moments that are certainly theirs: 'two.weight'" in report.of("optimizers")[0].reason
 
 
 def test_a_model_that_matches_in_full_is_loaded_as_always(tmp_path: Path) -> None:

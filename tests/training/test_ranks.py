@@ -39,8 +39,13 @@ def test_ranks_are_forked_before_the_thread_of_their_store_runs(
         started.append(set(os.listdir("/proc/self/task")) - threads)
         return fork()
 
+    def meet(rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        # One that ends before another has connected to it fails that one.
+        torch.distributed.barrier()
+
     monkeypatch.setattr(os, "fork", look)
-    assert run_ranks(3, lambda rank: torch.distributed.init_process_group("gloo")) == [0, 0, 0]
+    assert run_ranks(3, meet) == [0, 0, 0]
     assert started == [set(), set(), set()]
 
 

@@ -760,7 +760,8 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
                 steps.armed = True
             accelerator.save_state()
 
-        statuses = run_ranks(2, work)
+        # The other one waits in vain.
+        statuses = run_ranks(2, work, notice=0.5)
         folder = project / "checkpoints"
         found = candidates(folder)
         best = newest_complete(found)

@@ -2,6 +2,7 @@
 such a list.
 """
 
+import codecs
 import hashlib
 import os
 import subprocess
@@ -58,6 +59,8 @@ def test_every_name_comes_back(names: list[bytes], mode: bytes, is_tagged: bool)
     assert parse_sums(without_end, "list") == Sums(expected, 0)
     with_dos_ends = b"".join(lines).replace(b"\n", b"\r\n")
     assert parse_sums(with_dos_ends, "list") == Sums(expected, 0)
+    with_bom = codecs.BOM_UTF8 + b"".join(lines)
+    assert parse_sums(with_bom, "list") == Sums(expected, 0)
 
 
 @given(st.lists(NAMES, min_size=1, max_size=5, unique=True))

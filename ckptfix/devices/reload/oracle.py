@@ -534,6 +534,15 @@ def _base(
         unknown.append(
             f"whether the script calls resize_token_embeddings({rows}) before it adds the adapter"
         )
+        head = base.get_output_embeddings()
+        name = next((name for name, module in base.named_modules() if module is head), "")
+        is_tied = head is None or head.weight is base.get_input_embeddings().weight
+        # PEFT says nothing of them, and two loads differ in these rows.
+        if not is_tied and not any(f".{name}." in f".{key}" for key in tensors):
+            unknown.append(
+                f"whether the adapter lost {name}: the rows of the base beyond its vocabulary stay "
+                "random"
+            )
     return base, tuple(unknown)
 
 

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.config_faults import (
+    DeadWeights,
+    MismatchedConfig,
     MissingHead,
+    MissingModel,
     QuantizationMismatch,
     UntiedWeights,
 )
@@ -66,7 +69,6 @@ from ckptfix.diagnosis.findings.misplaced import MixedSaves, UnknownState, Wrong
 from ckptfix.diagnosis.findings.sharded import IndexMismatch, MissingShard, StaleShard, StrayShard
 from ckptfix.diagnosis.findings.stale import StaleSave
 from ckptfix.diagnosis.findings.stored_twice import SecondFamily, StaleFamily
-from ckptfix.diagnosis.findings.weight_faults import DeadWeights, MismatchedConfig, MissingModel
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,

@@ -1,14 +1,15 @@
-"""Findings about a config that contradicts the weights: ties, heads, methods of quantization, and
-an adapter that is gone.
+"""Findings about weights and their config that contradict each other, and what ``from_pretrained``
+of transformers makes of them: keys, sizes, ties, heads, methods of quantization, and weights that
+are missing.
 """
 
 from typing import ClassVar
 
-from ckptfix.checkpoint.model_configs import ADAPTER
+from ckptfix.checkpoint.model_configs import ADAPTER, MODULES, PIPELINE
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint
-from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
-from ckptfix.wording import count_of, list_names
+from ckptfix.diagnosis.findings.load_faults import UnusedKeys
+from ckptfix.wording import count_of, series
 
 
 class LostAdapter(IncompleteCheckpoint, frozen=True):
@@ -160,73 +161,6 @@ class HeadOfBase(MissingHead, frozen=True):
         )
 
 
-class ChangedConfig(Finding, frozen=True, kw_only=True):
-    """A config with another ``value`` of a ``setting`` than in the checkpoints next to it, whose
-    tensors have the same shapes.
-
-    ``more``: further settings that differ. ``known_by``: these checkpoints, in words; ``nearest``:
-    the name of the first. ``is_of_hook``: a load hook of the script reads the config.
-    """
-
-    code = MismatchedConfig.code
-    severity = Severity.WARNING
-    action = Action.TELL
-    meaning = MismatchedConfig.meaning
-
-    setting: str
-    value: str
-    expected: str
-    more: tuple[str, ...]
-    known_by: str
-    nearest: str
-    is_of_hook: bool
-
-    effect: ClassVar[str] = "fails or loads a different model"
-
-    def __str__(self) -> str:
-        verb = "differs" if len(self.more) == 1 else "differ"
-        more = f"; {list_names(self.more)} {verb} too" if self.more else ""
-        return (
-            f"{self.path}: {self.setting} is {self.value} (expected {self.expected}, as in "
-            f"{self.known_by}, whose tensors have the same shapes{more}); from_pretrained "
-            f"{self.effect}"
-        )
-
-    @property
-    def resume(self) -> Resume:
-        """The outcome of a resume: it loads into the model of the script, unless a hook builds the
-        model.
-        """
-        is_needed = self.is_of_hook and self.severity is Severity.WARNING
-        return Resume.FAILS if is_needed else Resume.SUCCEEDS
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring the config of the run back."""
-        effect = (
-            "a load hook of the script may build the model from this file"
-            if self.is_of_hook
-            else "a resume loads into the script's model, but from_pretrained reads this file"
-        )
-        return f"{effect}: copy it from {self.nearest}, or correct it"
-
-
-class ChangedSetting(ChangedConfig, frozen=True):
-    """The same at an end of a run for a setting that the script may have changed."""
-
-    severity = Severity.NOTE
-    differs = True
-    effect = "loads a different model"
-
-    @property
-    def advice(self) -> str:
-        """Advice to correct it, unless the script explains the difference."""
-        return (
-            f"if the script did not change it after {self.nearest}, copy the file from there: "
-            "from_pretrained reads it, while a resume loads into the script's model"
-        )
-
-
 class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     """Weights in the format of a method of quantization that the config does not name, or the other
     way round.
@@ -240,9 +174,8 @@ class QuantizationMismatch(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "`config.json` names a quantization method, but no tensor has its format or some weights "
-        "are incomplete; or tensors are quantized, but the config does not say so. "
-        "`from_pretrained` of transformers fails or loads wrong weights"
+        "`config.json` and the tensors disagree about quantization: `from_pretrained` fails or "
+        "loads wrong weights"
     )
 
     method: str
@@ -298,6 +231,19 @@ class ForeignQuantization(QuantizationMismatch, frozen=True):
     severity = Severity.NOTE
 
 
+class OtherQuantization(QuantizationMismatch, frozen=True, kw_only=True):
+    """Weights in the format of another method than that which the config names: ``named``."""
+
+    named: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {count_of(self.tensors, 'tensor')} "
+            f"{'is' if self.tensors == 1 else 'are'} in the format of {self.method} (such as "
+            f"{self.key!r}), but config.json specifies {self.named}; {self.effect}"
+        )
+
+
 class IncompleteQuantization(QuantizationMismatch, frozen=True):
     """Weights in the format that the config names, without one of its parts. ``key``: the first
     that is missing.
@@ -333,4 +279,211 @@ class UnnamedMethod(Finding, frozen=True):
         return (
             f"{self.path}: quantization_config has no quant_method, so from_pretrained of "
             "transformers fails"
+        )
+
+
+class DeadWeights(UnusedKeys, frozen=True, kw_only=True):
+    """Weights behind a prefix that their class does not have.
+
+    ``model``: that class, ``version``: of transformers. ``reason``: what else may load the keys, ""
+    for nothing.
+    """
+
+    code = "dead-weights"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the keys of a model start with a wrapper (`module.`, `_orig_mod.`, "
+        "`base_model.model.`), or none of them belongs to its class: `from_pretrained` of "
+        "transformers finds none of these tensors and leaves the weights random"
+    )
+
+    model: str
+    version: str
+    reason: str = ""
+
+    effect: ClassVar[str] = "from_pretrained ignores {tensors} and leaves the weights random"
+
+    def __str__(self) -> str:
+        return (
+            f"{UnusedKeys.__str__(self)}, according to the keys of {self.model} in transformers "
+            f"{self.version}"
+        )
+
+
+class DoubtfulWeights(DeadWeights, frozen=True):
+    """The same where something else than ``from_pretrained`` may load the keys."""
+
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--allow dead-weights"
+
+    @property
+    def advice(self) -> str:
+        """Advice to rename the keys if from_pretrained is to load them."""
+        return (
+            f"{self.reason}; if from_pretrained should load the folder: ckptfix repair DIR "
+            "--allow dead-weights"
+        )
+
+
+class MixedWeights(DoubtfulWeights, frozen=True):
+    """Weights behind several prefixes: no load finds all of them."""
+
+    severity = Severity.ERROR
+
+
+class WrappedWeights(DoubtfulWeights, frozen=True):
+    """Weights behind a prefix that the Trainer does not add: its resume leaves them out, too."""
+
+    severity = Severity.ERROR
+    # A script that gives its Trainer a wrapped model finds them.
+    resume = Resume.FAILS_IF_NEW
+
+
+class ForeignWeights(DeadWeights, frozen=True):
+    """Weights of which no key, or hardly one, is a key of their class, whatever is before them."""
+
+    action = Action.TELL
+    advice = (
+        "the keys belong to a module around the model, such as a LightningModule or a "
+        "PeftModel, or to another model: write the folder again with save_pretrained() of "
+        "the inner model (PEFT: after merge_and_unload()), or correct architectures in "
+        "config.json"
+    )
+
+
+class ForeignWeightsOfState(ForeignWeights, frozen=True):
+    """The same in a folder from which a run resumes: they are loaded into the model of its
+    script.
+    """
+
+    severity = Severity.NOTE
+
+
+class MismatchedConfig(Finding, frozen=True, kw_only=True):
+    """Weights of other sizes than the config says.
+
+    ``setting``: the attribute of the config, ``value``: what it says. ``tensors``: what the file
+    has. ``effect``: of a load. ``version``: of transformers, whose class ``model`` the table
+    describes. ``lists``: of the config, with an item for each layer.
+    """
+
+    code = "mismatched-config"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "`config.json` disagrees with the tensors on the vocabulary, the hidden size or the number "
+        "of layers or experts, or with its own `layer_types`: `from_pretrained` fails, leaves layers "
+        "random, or drops layers"
+    )
+    # It loads into the model of the script, which may have the sizes of the file.
+    resume = Resume.FAILS_IF_NEW
+
+    model: str
+    version: str
+    setting: str
+    value: int
+    tensors: str
+    effect: str
+    lists: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.tensors} (expected {self.value}, as set by {self.setting} in "
+            f"config.json); {self.model} of transformers {self.version} {self.effect}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to bring config and weights of one save together."""
+        return (
+            "config and weights come from two saves, or part of the weights is lost: copy both "
+            f"again from one save, or correct {self._settings()} in config.json if the tensors "
+            "are complete"
+        )
+
+    def _settings(self) -> str:
+        """Return what is to be corrected: transformers refuses a list of another length."""
+        each = " (one item per layer)" if self.lists else ""
+        return series([self.setting, *self.lists]) + each
+
+
+class DroppedLayers(MismatchedConfig, frozen=True):
+    """More layers than the config says: a load leaves the last ones out."""
+
+    severity = Severity.WARNING
+
+
+class ConfigOfState(MismatchedConfig, frozen=True):
+    """The same next to the states of a training: a resume loads into the model of the script, which
+    may have removed layers of it.
+    """
+
+    severity = Severity.NOTE
+    resume = Resume.SUCCEEDS
+
+    @property
+    def advice(self) -> str:
+        """Advice for a load by the config."""
+        return (
+            "a resume loads into the script's model; if from_pretrained should load the folder, "
+            f"correct {self._settings()} in config.json"
+        )
+
+
+class MissingModel(Finding, frozen=True, kw_only=True):
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its
+    weights.
+
+    ``wanted``: the names that a loader looks for. ``component``: a sub-folder that a pipeline or a
+    list of modules has, and that is missing, or ``is_empty``, or ``lacks`` its config or weights.
+    """
+
+    code = "missing-model"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "an optimizer has no model weights in its folder or below it, or there are no weights "
+        "for a model's config, a component of a diffusers pipeline, or a module of "
+        "sentence-transformers: the copy or save stopped early"
+    )
+
+    model: str = ""
+    wanted: str = ""
+    component: str = ""
+    is_empty: bool = False
+    lacks: str = ""
+
+    def __str__(self) -> str:
+        if self.component:
+            whole = "pipeline" if self.path.name == PIPELINE else "model"
+            effect = f"so the {whole} cannot be loaded"
+            if "Tokenizer" in self.model:
+                effect = "and diffusers silently loads an empty vocabulary instead"
+            is_there = "is empty" if self.is_empty else "is missing"
+            state = f"has no {self.lacks}" if self.lacks else is_there
+            return f"{self.component}/ {state}: {self.path} lists it as {self.model}, {effect}"
+        if self.model:
+            where = f"{self.path.parent}/" if self.path.parent.parts else "this folder"
+            is_of = "lists a" if self.path.name == MODULES else "describes"
+            return (
+                f"{where} has no weights: {self.path.name} {is_of} {self.model}, which cannot be "
+                f"loaded (expected {self.wanted})"
+            )
+        return f"{self.path} exists, but there are no model weights in this folder or below it"
+
+    @property
+    def advice(self) -> str:
+        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it
+        last.
+        """
+        if self.component and self.path.name == PIPELINE:
+            return (
+                f"copy the folder again; if the script passes {self.component}= to "
+                "from_pretrained, or the pipeline class works without it, ignore this"
+            )
+        return (
+            "copy the complete checkpoint again; if the model is kept elsewhere on purpose, ignore "
+            "this"
         )

@@ -23,6 +23,11 @@ _READERS = {
     "an ONNX model": (".onnx", "onnxruntime"),
     "an HDF5 file": (".h5", "h5py or Keras"),
     "a numpy array": (".npy", "numpy.load"),
+    "a TorchScript archive, which contains code as well as state": (".ts", "torch.jit.load"),
+    "a tar archive, as torch.save wrote before 0.4": (
+        ".tar",
+        "torch.load(FILE, weights_only=False), which runs code in the file",
+    ),
 }
 """Description of a file of another program -> its suffix, and the program that reads it."""
 

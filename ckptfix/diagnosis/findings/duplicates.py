@@ -173,9 +173,9 @@ class NestedPrefix(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "every key begins with the same wrapper more than once (`module.module.`), and no file "
-        "shows that only one process saved it: the model was wrapped twice. For a `save_state` "
-        "folder of one process, the code is `wrapper-prefix` (a note)"
+        "every key begins with the same wrapper more than once (`module.module.`): the model was "
+        "wrapped twice. If one process saved the `save_state` folder, the code is "
+        "`wrapper-prefix` (a note)"
     )
     # The script that wrapped the model twice loads it.
     resume = Resume.SUCCEEDS

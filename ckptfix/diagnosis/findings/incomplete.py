@@ -1,6 +1,6 @@
 """Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
-from ckptfix.checkpoint.filenames import TRAINER_STATE, name_of_trainer, parse_file_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, parse_file_name
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
@@ -99,16 +99,9 @@ class IncompleteCheckpoint(Finding, frozen=True, kw_only=True):
         """Advice to copy the files again, unless the setup of the run explains it."""
         if self.misnamed:
             wanted = self.missing[0]
-            # A script's own file of that name shows nothing; the checkpoints next to it do.
-            is_of_script = name_of_trainer(wanted) == self.misnamed
-            unless = (
-                f"ignore this if the script no longer prepares its {wanted.partition('.')[0]}"
-                if is_of_script
-                else f"move {self.misnamed!r} out of the folder if nothing loads {wanted}"
-            )
             return (
                 f"if {self.misnamed!r} is that file, rename it to {wanted}; otherwise copy "
-                f"{wanted} again, or {unless}"
+                f"{wanted} again, or ignore this if the script does not load it"
             )
         if self.is_wrong:
             # The problem says what a load does with the value: it need not fail.
@@ -358,26 +351,6 @@ class LaterModel(LostModelFiles, frozen=True):
         return (
             "nothing to do if the script started to save this model later; otherwise copy "
             f"{self._what} again"
-        )
-
-
-class LostLora(LostModelFiles, frozen=True):
-    """LoRA weights of diffusers, which the checkpoints next to it have, in a folder without other
-    weights.
-    """
-
-    @property
-    def advice(self) -> str:
-        """Advice to give the file its name back, or to copy it again."""
-        (wanted,) = self.missing
-        rename = (
-            f"if {self.misnamed!r} is that file, rename it to {wanted}; otherwise "
-            if self.misnamed
-            else ""
-        )
-        return (
-            f"a load hook that looks for {wanted} fails; {rename}copy {wanted} again, or resume "
-            "from a complete checkpoint"
         )
 
 

@@ -22,74 +22,15 @@ class OptimizerFinding(Finding, frozen=True, kw_only=True):
 
 
 class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
-    """Param groups that no optimizer of torch can have. ``shared``: parameters that two of them
-    have.
-
-    ``unlisted``: parameters with moments that none of them has. ``repeated``: parameters that one
-    of them lists twice. ``unordered``: groups whose numbers do not ascend. ``strangers``: strings
-    that moments are stored under, where groups have numbers, or numbers where groups have strings:
-    ``is_named``.
-    """
+    """Base of findings about param groups: their options, or the learning rates of a scheduler."""
 
     code = "inconsistent-groups"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "two param groups of an optimizer share a parameter, moments belong to a parameter in no "
-        "param group, or the parameter numbers of a group are out of order"
+        "a param group of an optimizer lacks an option that the next step reads, or a scheduler "
+        "has learning rates for another number of param groups"
     )
-
-    shared: tuple[str, ...] = ()
-    unlisted: tuple[str, ...] = ()
-    repeated: tuple[str, ...] = ()
-    unordered: tuple[str, ...] = ()
-    strangers: tuple[str, ...] = ()
-    is_named: bool = False
-
-    def __str__(self) -> str:
-        said = []
-        if self.shared:
-            are = "is" if len(self.shared) == 1 else "are each"
-            said.append(f"{_parameters(self.shared)} {are} in two param groups")
-        if self.repeated:
-            said.append(f"a param group lists {_parameters(self.repeated)} twice")
-        if self.unordered:
-            groups, lists = (
-                ("param group", "lists") if len(self.unordered) == 1 else ("param groups", "list")
-            )
-            said.append(
-                f"{groups} {_listed(self.unordered)} {lists} parameters out of order (expected "
-                "ascending numbers)"
-            )
-        if self.unlisted:
-            have, are = ("has", "is") if len(self.unlisted) == 1 else ("have", "are")
-            said.append(f"{_parameters(self.unlisted)} {have} moments but {are} in no param group")
-        if self.strangers:
-            noun, expected = ("number", "strings") if self.is_named else ("string", "numbers")
-            plural = "" if len(self.strangers) == 1 else "s"
-            keys = _listed(self.strangers) if self.is_named else list_names(self.strangers)
-            said.append(
-                f"moments are stored under the {noun}{plural} {keys}, but param groups list "
-                f"{expected}"
-            )
-        return f"{self.place}: {'; '.join(said)}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: a load gives moments to other parameters, or drops them."""
-        if self.unordered and not (self.repeated or self.strangers):
-            return (
-                "torch does not save optimizers like this. A load assigns moments by position: "
-                "the moments of the first number go to the first parameter of the group. Copy the "
-                "file again from its source, or resume from an older checkpoint. If a script "
-                "reordered the numbers for another model, ignore this"
-            )
-        is_shifted = self.shared or self.repeated
-        effect = "assigns moments to the wrong parameters" if is_shifted else "drops these moments"
-        return (
-            f"torch does not save optimizers like this, and a load {effect}: copy the file again "
-            "from its source, or resume from an older checkpoint"
-        )
 
 
 class LackingGroups(InconsistentGroups, frozen=True, kw_only=True):
@@ -165,120 +106,23 @@ class MismatchedMoments(OptimizerFinding, frozen=True, kw_only=True):
         "different runs"
     )
 
+    # torch takes moments of one shape with their parameter, but a class of the script may not.
+    resume = Resume.FAILS_IF_NEW
+    advice = (
+        "the load or the next optimizer step fails: copy model and optimizer again from one "
+        "save, or resume without this optimizer"
+    )
+
     parameters: tuple[str, ...]
     shape: Shape
     expected: Shape
 
-    @property
-    def resume(self) -> Resume:
-        """It fails, but for a class of the script: torch takes moments of one shape with their
-        parameter.
-        """
-        return Resume.FAILS if self.severity is Severity.ERROR else Resume.FAILS_IF_NEW
-
     def __str__(self) -> str:
+        more = len(self.parameters) - 1
+        others = f"; {count_of(more, 'more parameter')}" if more else ""
         return (
             f"{self.place}: the moments of {self.parameters[0]!r} have shape {list(self.shape)} "
-            f"(expected {list(self.expected)}, the shape of its weights{self._others})"
-        )
-
-    @property
-    def _others(self) -> str:
-        """The number of the other parameters, in words after a sentence about the first one."""
-        more = len(self.parameters) - 1
-        return f"; {count_of(more, 'more parameter')}" if more else ""
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring model and optimizer of one save together."""
-        if self.key:
-            return (
-                "the load or the next step fails: resume from an older checkpoint, or without this "
-                "optimizer"
-            )
-        return (
-            "the load or the next optimizer step fails: copy model and optimizer again from one "
-            "save, or resume without this optimizer"
-        )
-
-
-class ContradictoryMoments(MismatchedMoments, frozen=True, kw_only=True):
-    """A ``state`` of another shape than the state ``like`` of its parameter, or than a number: an
-    error.
-    """
-
-    severity = Severity.ERROR
-    # The states of a parameter are of two parameters or of two runs.
-    advice = (
-        "the first optimizer step fails, or writes out of bounds if the optimizer is fused: "
-        "copy the file again from its source, or resume from an older checkpoint"
-    )
-
-    state: str
-    like: str = ""
-
-    def __str__(self) -> str:
-        expected = (
-            f"{list(self.expected)}, like its {self.like!r}" if self.like else "a single number"
-        )
-        return (
-            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has shape "
-            f"{list(self.shape)} (expected {expected}{self._others})"
-        )
-
-
-class RoundedMoments(MismatchedMoments, frozen=True, kw_only=True):
-    """Moments of whole numbers. ``state``, ``dtype``: those of the first parameter. There is no
-    ``shape`` to expect.
-    """
-
-    # As its class may keep them so.
-    resume = Resume.SUCCEEDS
-    # The fractions are lost.
-    advice = (
-        "the load converts these moments to floating point, but the fractional parts are gone: "
-        "copy the file again from its source, or resume from an older checkpoint"
-    )
-
-    shape: Shape = ()
-    expected: Shape = ()
-    state: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.place}: {self.state!r} of {_parameters(self.parameters[:1])} has dtype "
-            f"{self.dtype} (expected a floating-point dtype{self._others})"
-        )
-
-
-class RoundedWeights(MismatchedMoments, frozen=True, kw_only=True):
-    """Weights of whole numbers, of which the ``optimizer`` has moments. ``parameters``: their
-    keys.
-    """
-
-    # The load gives the model rounded weights without an error.
-    resume = Resume.FAILS
-
-    shape: Shape = ()
-    expected: Shape = ()
-    optimizer: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.parameters[0]!r} has dtype {self.dtype}, but {self.optimizer} "
-            f"has moments for it (expected a floating-point dtype{self._others})"
-        )
-
-    @property
-    def advice(self) -> str:
-        """Advice to use another file: the fractions are lost."""
-        return (
-            "optimizers do not train integers, so the weights were converted after the save. The "
-            "load copies the rounded values into floating-point weights without an error: copy "
-            "the file again from its source, or resume from an older checkpoint. If "
-            f"{self.optimizer} trains a module whose weights are kept elsewhere, ignore this"
+            f"(expected {list(self.expected)}, the shape of its weights{others})"
         )
 
 
@@ -372,8 +216,6 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """Advice for both explanations, the likelier one first."""
-        if self.key:
-            return self._in_one_file
         other_run = "copy all files again from one save"
         if self.is_of_trainer:
             return (
@@ -421,26 +263,6 @@ class UnsavedParameters(OptimizerFinding, frozen=True, kw_only=True):
         return (
             f"the optimizer may belong to another run, and {fails}: {other_run}. If instead it "
             f"trains a module that was not prepared, {module}"
-        )
-
-    @property
-    def _in_one_file(self) -> str:
-        """The advice for an optimizer and weights in one file."""
-        module = (
-            "also save the state_dict() of that module. If its weights are kept elsewhere, "
-            "ignore this"
-        )
-        if not self.is_foreign and not self.surplus:
-            return (
-                "the optimizer may train a module whose weights are not in the file; a load "
-                f"restores their moments but leaves the weights random: {module}. If instead the "
-                "optimizer belongs to another run, resume from an older checkpoint"
-            )
-        return (
-            "the optimizer may belong to another model or run, and the load or the first "
-            "optimizer step then fails: save the optimizer of this model, and resume from an "
-            "older checkpoint. If instead it trains a module whose weights are not in the file, "
-            f"{module}"
         )
 
     @property
@@ -591,32 +413,6 @@ class LostMoments(EmptyOptimizer, frozen=True):
         return (
             f"{effect}: copy the file again from its source, or resume from another "
             "checkpoint. If the script created a new optimizer just before this save, ignore this"
-        )
-
-
-class ZeroMoments(MissingMoments, frozen=True, kw_only=True):
-    """An optimizer that made ``steps``, and has moments of zeros alone. ``sampled``: samples of
-    them were read.
-    """
-
-    severity = Severity.WARNING
-    # A run would continue with moments of zero. But a script may train something else
-    # meanwhile.
-    resume = Resume.FAILS_IF_NEW
-    advice = (
-        "the load succeeds, but the moments start at zero. If all gradients were zero, the "
-        "model is not being trained: print the gradient of a parameter after a step. Otherwise "
-        "copy the file again from its source, or resume from another checkpoint"
-    )
-
-    steps: int
-    sampled: bool
-
-    def __str__(self) -> str:
-        read = " in all samples" if self.sampled else ""
-        return (
-            f"{self.place}: every moment of {count_of(self.parameters, 'parameter')} is "
-            f"zero{read}, after {count_of(self.steps, 'step')}"
         )
 
 

@@ -66,9 +66,9 @@ class DeadAdapter(UnusedKeys, frozen=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the keys of a PEFT adapter contain a wrapper (`_orig_mod.`, `module.`) or the adapter's "
-        "name, or the keys of a diffusers LoRA start with a wrapper or the wrong component: PEFT "
-        "or diffusers loads none of these tensors, and the model behaves like its base"
+        "PEFT or diffusers loads none of the adapter's tensors, because their keys have a wrapper "
+        "(`_orig_mod.`, `module.`), the adapter's name or the wrong component. The model behaves "
+        "like its base"
     )
 
     effect: ClassVar[str] = "PEFT leaves {tensors} unused"
@@ -118,7 +118,7 @@ class DoubtfulAdapter(DeadAdapter, frozen=True, kw_only=True):
 
 
 class ForeignAdapter(DoubtfulAdapter, frozen=True):
-    """Keys that transformers loads and PEFT does not."""
+    """Keys with the prefix of PEFT twice, which transformers loads and PEFT does not."""
 
     severity = Severity.NOTE
     effect = (
@@ -127,22 +127,17 @@ class ForeignAdapter(DoubtfulAdapter, frozen=True):
     )
 
 
-class PerhapsForeignAdapter(ForeignAdapter, frozen=True):
-    """The same where the class of the base is not known."""
-
-    effect = (
-        "PeftModel.from_pretrained leaves {tensors} unused, but load_adapter of transformers may "
-        "load them"
-    )
-
-
-class UnplacedAdapter(PerhapsForeignAdapter, frozen=True):
-    """The same where nothing shows how much of the prefix the keys lost, so that a repair could
+class UnplacedAdapter(ForeignAdapter, frozen=True):
+    """Keys without the prefix of PEFT. Nothing shows how much of it they lost, so a repair could
     write keys that PEFT does not find either.
     """
 
     action = Action.TELL
     option = ""
+    effect = (
+        "PeftModel.from_pretrained leaves {tensors} unused, but load_adapter of transformers may "
+        "load them"
+    )
 
     @property
     def advice(self) -> str:
@@ -151,29 +146,6 @@ class UnplacedAdapter(PerhapsForeignAdapter, frozen=True):
             f"{self.reason}; it cannot be repaired automatically, because the folder does not "
             "show the module names of the base: save the adapter again with save_pretrained, or "
             "rename the keys to 'base_model.model.' plus the base's names"
-        )
-
-
-class DroppedAdapter(ForeignAdapter, frozen=True):
-    """Keys that lost a part of the prefix, and that transformers does not load either."""
-
-    severity = Severity.WARNING
-    effect = "PEFT and load_adapter of transformers leave {tensors} unused"
-
-
-class StrayAdapter(DroppedAdapter, frozen=True):
-    """Keys that the class of the base does not have, behind whatever prefix."""
-
-    action = Action.TELL
-    option = ""
-
-    @property
-    def advice(self) -> str:
-        """Advice to save again."""
-        return (
-            f"{self.reason}; the base class in adapter_config.json has no such modules: save the "
-            "adapter again with save_pretrained, or rename the keys to 'base_model.model.' plus "
-            "the base's names"
         )
 
 
@@ -279,10 +251,9 @@ class IncompleteAdapter(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "a PEFT adapter has no tensors, empty tensors (ZeRO-3), only one of two LoRA matrices, "
-        "no tensors for a module that its config lists, or tensors that its config does not "
-        "cover: PEFT fails, or trains and runs without them. Or a diffusers LoRA has only "
-        "one of two matrices. Or the Trainer ignores an adapter and loads the weights next to it"
+        "an adapter lacks tensors, or has tensors that its config does not cover: PEFT or "
+        "diffusers fails, or runs without them. Or the Trainer ignores an adapter and loads the "
+        "weights next to it"
     )
 
     lacks: str
@@ -390,7 +361,7 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
     advice = (
         "the optimizer trains other parameters, or the adapter was saved from another model "
         "object: print model.print_trainable_parameters() and the gradient of one lora_B "
-        "after a step, then train again"
+        "after backward(), then train again"
     )
 
     parameter: str

@@ -5,9 +5,9 @@ save than the rest.
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE
-from ckptfix.checkpoint.state_kinds import Content
+from ckptfix.checkpoint.state_contents import Content
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
-from ckptfix.wording import count_of, first_few
+from ckptfix.wording import count_of
 
 EFFECTS_ON_LIBRARIES = {
     Content.OPTIMIZER: "the load fails",
@@ -126,18 +126,6 @@ class UndecidedEntry(ChangedEntry, frozen=True, kw_only=True):
         )
 
 
-class CopiedAverage(ChangedEntry, frozen=True):
-    """An average with the weights of its model, where either may have been copied over the other."""
-
-    @property
-    def advice(self) -> str:
-        """Advice to bring both, unless the script began the average anew."""
-        return (
-            f"{self.effect}: copy both folders again from their source, or use an older "
-            "checkpoint. If the script restarted the average, ignore this"
-        )
-
-
 class CopiedRandomStates(MisplacedEntry, frozen=True):
     """The random states of another rank, which a script that goes on with more ranks may have
     copied.
@@ -152,31 +140,6 @@ class CopiedRandomStates(MisplacedEntry, frozen=True):
             f"{self.effect}: copy the file again from its source. If the run has more processes "
             "now than before, ignore this"
         )
-
-
-class BrokenKeys(MisplacedEntry, frozen=True, kw_only=True):
-    """The newest model with renamed keys, or without a part of a module, next to the optimizer of
-    the checkpoints before it. ``script``: the last of these.
-    """
-
-    script: str
-
-    @property
-    def advice(self) -> str:
-        """Advice as for ``WrongState``, and the change of a script that explains it."""
-        remedy = self.remedy or _right_file(self.path, "")
-        return (
-            f"with the script of {self.script}, {self.effect}: {remedy}. If the script changed "
-            f"these modules after {self.script}, ignore this"
-        )
-
-
-class DeeperModel(MisplacedEntry, frozen=True):
-    """A model with more layers than those in checkpoints next to it, of which the optimizer is not
-    told: of another run, or of a script that froze what it had. The load may succeed.
-    """
-
-    resume = Resume.SUCCEEDS
 
 
 class RenamedState(MisplacedEntry, frozen=True):
@@ -260,14 +223,6 @@ class UnknownState(Finding, frozen=True, kw_only=True):
         )
 
 
-class EmptyState(UnknownState, frozen=True):
-    """An empty dict as a scheduler's state, where no checkpoint next to this one shows whether it
-    has one.
-    """
-
-    severity = Severity.NOTE
-
-
 class StatesWithoutStep(UnknownState, frozen=True):
     """Random states without the step of the Accelerator, as accelerate 0.20 saved them."""
 
@@ -312,9 +267,8 @@ class MixedSaves(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "an optimizer and its scheduler have different learning rates, now or at the beginning "
-        "of the run, or the Trainer's scheduler has the step count of another checkpoint: the "
-        "folder may mix two saves"
+        "an optimizer and its scheduler have different learning rates, or the Trainer's scheduler "
+        "has the step count of another checkpoint: the folder may mix two saves"
     )
 
     save: str = ""
@@ -366,41 +320,6 @@ class MixedCounts(MixedRates, frozen=True):
         return f"{super().__str__()}; nor do the step counts of the two files match"
 
 
-class OtherBeginning(MixedSaves, frozen=True, kw_only=True):
-    """An optimizer and its scheduler that began with different learning rates: those of two runs."""
-
-    severity = Severity.WARNING
-    advice = (
-        "even if the load succeeds, training would continue from a mix of two runs: copy both "
-        "files again from one save, or resume from another checkpoint; ignore this if the "
-        "script restores only one of them, or sets the rates of the scheduler itself"
-    )
-
-    rates: tuple[float, ...]
-    expected: tuple[float, ...]
-
-    def __str__(self) -> str:
-        rates, expected = map(_in_words, (self.rates, self.expected))
-        return (
-            f"{self.path}: it began with {rates} (expected {expected}, as in {self.partner}): one "
-            "of the two may be from another run"
-        )
-
-
-class PerhapsOtherBeginning(OtherBeginning, frozen=True):
-    """The same of the scheduler at an end of the run, where a script may have begun to set its
-    rates.
-    """
-
-    severity = Severity.NOTE
-    differs = True
-
-
-def _in_words(rates: tuple[float, ...]) -> str:
-    noun = "learning rate" if len(rates) == 1 else "learning rates"
-    return f"{noun} {first_few(list(map(repr, rates)))}"
-
-
 class MixedSteps(MixedSaves, frozen=True, kw_only=True):
     """A scheduler of the Trainer with as many ``moves`` as in a checkpoint next to it, of another
     ``step``.
@@ -413,10 +332,9 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         at_most = "at most " if self.moves > self.step else ""
-        source = f"; it comes from {self.save}" if self.save else ""
         return (
             f"{self.path}: {count_of(self.moves, 'step')} (expected {at_most}{self.step}, as in "
-            f"{self.partner}){source}"
+            f"{self.partner}); it comes from {self.save}"
         )
 
     @property
@@ -432,20 +350,3 @@ class MixedSteps(MixedSaves, frozen=True, kw_only=True):
             "copy all files again from one save, or resume from another checkpoint. If "
             f"{explained}, ignore this"
         )
-
-
-class UncountedSteps(MixedSteps, frozen=True):
-    """An optimizer with states that made no step by its own count."""
-
-    advice = (
-        "the Trainer resumes without an error, but the optimizer applies the bias correction "
-        "of its first step: copy all files again from one save, or resume from another "
-        "checkpoint"
-    )
-
-
-class PerhapsUncounted(UncountedSteps, frozen=True):
-    """The same where the schedule did not move: fp16 may have skipped every step."""
-
-    severity = Severity.NOTE
-    differs = True

@@ -31,9 +31,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
 
     ``is_other_file``: the index lists a file that exists and is none of weights, such as
     ``config.json``. ``renamed``: the missing shards whose tensors a file of another name, or in a
-    sub-folder, holds. ``packed``: one compressed file of each of the others that have one, with the
-    program that unpacks it. ``complete``: the complete sets of another save that hold the listed
-    keys, in words. ``is_none_left``: no listed shard exists.
+    sub-folder, holds. ``complete``: the complete sets of another save that hold the listed keys, in
+    words. ``is_none_left``: no listed shard exists.
     """
 
     code = "missing-shard"
@@ -49,7 +48,6 @@ class MissingShard(Finding, frozen=True, kw_only=True):
     holds: tuple[str, ...] = ()
     is_other_file: bool = False
     renamed: tuple[RenamedShard, ...] = ()
-    packed: tuple[tuple[PurePosixPath, str], ...] = ()
     complete: tuple[str, ...] = ()
     is_none_left: bool = False
 
@@ -83,8 +81,6 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             many = f"the tensors of {len(self.renamed)} of the shards"
             whose = "them" if self._is_renamed_alone else many
             lost += f"; {list_names(str(shard.path) for shard in self.renamed)} hold {whose}"
-        if self.packed:
-            lost += f"; found compressed: {list_names(str(path) for path, _ in self.packed)}"
         if self.complete:
             hold = "hold" if len(self.complete) == 1 else "each hold"
             lost += f"; {series(self.complete)} of another save {hold} all keys that it lists"
@@ -95,9 +91,8 @@ class MissingShard(Finding, frozen=True, kw_only=True):
         """Advice to copy the shard again: loading without it leaves random weights."""
         if self.is_other_file:
             return f"copy {self.named_by} and the shards again from their source"
-        if self.renamed or self.packed:
+        if self.renamed:
             steps = [f"{shard.step} {str(shard.path)!r} to {shard.name}" for shard in self.renamed]
-            steps += [f"unpack {str(path)!r}" for path, _ in self.packed]
             return "; ".join([*steps, *self._rest])
         if self.complete:
             index = self.named_by
@@ -113,14 +108,12 @@ class MissingShard(Finding, frozen=True, kw_only=True):
 
     @property
     def _rest(self) -> tuple[str, ...]:
-        is_all = len(self.renamed) + len(self.packed) == 1 + len(self.others)
+        is_all = self._is_renamed_alone
         return () if is_all else ("copy the other shards again from their source",)
 
     def advice_at(self, path: str) -> str:
-        """Return the advice with the commands that rename or unpack shards; a store has no such
-        commands.
-        """
-        if not (self.renamed or self.packed):
+        """Return the advice with the commands that rename shards; a store has no such commands."""
+        if not self.renamed:
             return super().advice_at(path)
         if is_url(path):
             return self.advice
@@ -129,15 +122,9 @@ class MissingShard(Finding, frozen=True, kw_only=True):
             f"mv {shell_path(folder / shard.path)} {shell_path(folder / shard.name)}"
             for shard in self.renamed
         ]
-        unpacks = [f"{program} {shell_path(folder / file)}" for file, program in self.packed]
-        files = (
-            "the files" if len(renames) > 1 else repr(str(self.renamed[0].path)) if renames else ""
-        )
+        files = "the files" if len(renames) > 1 else repr(str(self.renamed[0].path))
         step = "move" if any(shard.step == "move" for shard in self.renamed) else "rename"
-        steps = [f"{step} {files}: {' && '.join(renames)}"] if renames else []
-        shards = "shard" if len(unpacks) == 1 else "shards"
-        steps += [f"unpack the compressed {shards}: {' && '.join(unpacks)}"] if unpacks else []
-        return "; ".join([*steps, *self._rest])
+        return "; ".join([f"{step} {files}: {' && '.join(renames)}", *self._rest])
 
 
 class IndexMismatch(Finding, frozen=True, kw_only=True):
@@ -577,11 +564,7 @@ class StrayShard(Finding, frozen=True):
     code = "stray-shard"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = (
-        "a `.distcp` file that `.metadata` does not list: another save left it, and loaders "
-        "ignore it. Or a stray copy among DeepSpeed's files, which zero_to_fp32 reads as one of "
-        "them"
-    )
+    meaning = "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it"
 
     def __str__(self) -> str:
         return f"{self.path} is not listed in .metadata"
@@ -590,47 +573,6 @@ class StrayShard(Finding, frozen=True):
     def advice(self) -> str:
         """Advice to decide between the saves, as only the user knows which one is wanted."""
         return "loaders ignore it; delete it if .metadata belongs to the save that you want"
-
-
-class StrayStates(StrayShard, frozen=True, kw_only=True):
-    """A file in a folder of DeepSpeed under a name of no rank that ``zero_to_fp32`` takes by its
-    ending.
-
-    ``effect``: the outcome of a load, in words.
-    """
-
-    # ``load_checkpoint`` asks for the names of ranks.
-    resume = Resume.SUCCEEDS
-
-    effect: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: belongs to no rank; {self.effect}"
-
-    @property
-    def advice(self) -> str:
-        """Advice to move the file: only the user knows whether it is needed."""
-        return f"move it out of {self.path.parent}/, or delete it"
-
-
-class UsedStates(StrayStates, frozen=True):
-    """Such a file from which ``zero_to_fp32`` takes buffers and shapes: right ones only of a copy
-    of this save.
-    """
-
-    severity = Severity.WARNING
-
-
-class RefusedStates(StrayStates, frozen=True):
-    """Such a file with which ``zero_to_fp32`` fails, or joins wrong values."""
-
-    severity = Severity.ERROR
-
-
-class CountedStates(RefusedStates, frozen=True):
-    """Such a file that ``load_checkpoint`` lists, too, and fails."""
-
-    resume = Resume.FAILS
 
 
 class StaleShard(Finding, frozen=True, kw_only=True):

@@ -25,9 +25,8 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a checkpoint has the weights or the optimizer of an earlier checkpoint although a "
-        "counter moved, so the save wrote old bytes; or it has the optimizer of a later "
-        "checkpoint. Only a note if nothing else changed, as in a copy"
+        "a checkpoint has the weights or the optimizer of another checkpoint, although the step "
+        "count differs: the save wrote old bytes. Only a note if nothing else differs, as in a copy"
     )
 
     save: str

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from ckptfix.checkpoint.architectures import Architecture, architecture_of, pattern_of
 from ckptfix.checkpoint.keys import (
     PRIVATE_WRAPPERS,
     WRAPPERS,
@@ -23,12 +22,9 @@ from ckptfix.diagnosis.findings.load_faults import (
     AdapterOfWrapped,
     DeadAdapter,
     DoubtfulAdapter,
-    DroppedAdapter,
     ForeignAdapter,
     NamedAdapter,
-    PerhapsForeignAdapter,
     SeveralAdapters,
-    StrayAdapter,
     UnplacedAdapter,
     UnusedAdapter,
 )
@@ -46,9 +42,6 @@ _CLASSES_OF_MODULE = (
     "DeepSpeedEngine",
 )
 """Wrappers whose segment is ``module``, a name that a script's own class may use, too."""
-
-_TASKS_OF_HEADS = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-"""Tasks whose models have the layers in a module of their own, such as ``model.layers``."""
 
 PROMPTS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 PROMPT = "prompt_embeddings"
@@ -150,7 +143,6 @@ class AdapterKeys:
             "path": self._load.path,
             "tensors": len(keys),
             "total": len(keys),
-            "key": keys[0],
             "reason": (
                 f"a script that adds {prefix!r} itself, or loads into an adapted model, needs "
                 "these keys"
@@ -158,58 +150,15 @@ class AdapterKeys:
         }
         if all(key.startswith(prefix * 2) for key in keys):
             expected = keys[0].removeprefix(prefix)
-            yield ForeignAdapter(**facts, expected=expected, remove=BASE * 2, insert=BASE)
+            yield ForeignAdapter(
+                **facts, key=keys[0], expected=expected, remove=BASE * 2, insert=BASE
+            )
             return
         key = next(filter(is_of_adapter, keys), "")
-        if not key or any(each.startswith("base_model.") for each in keys):
-            return
-        kind, lost = _lost_prefix(key, self._load.config)
-        expected = dotted(lost) + keys[0] if lost else f"{prefix}MODULE.lora_A.weight"
-        yield kind(**facts, expected=expected, insert=lost)
-
-
-def _lost_prefix(key: str, config: Config) -> tuple[type[ForeignAdapter], tuple[str, ...]]:
-    """Return what a key without the prefix of PEFT is told as, and the segments that it lost.
-
-    ``model.layers`` may be of a base whose keys begin so, or of one whose keys begin with
-    ``layers``, and then ``base_model.`` alone is lost. With the wrong prefix PEFT loads nothing,
-    and no later check sees it.
-    """
-    base = _class_of_base(config)
-    is_of_model = key.startswith("model.")
-    if base is not None:
-        if _is_key_of(base, key):
-            return ForeignAdapter, BASE
-        if is_of_model and _is_key_of(base, key.removeprefix("model.")):
-            # transformers takes off the prefix of the class: of GPT-2 it is ``transformer``.
-            return ForeignAdapter if base.prefix == "model" else DroppedAdapter, BASE[:1]
-        if base.prefix and _is_key_of(base, f"{base.prefix}.{key}"):
-            # load_adapter of transformers adds the prefix of the class, too.
-            return ForeignAdapter, (*BASE, base.prefix)
-        return UnplacedAdapter if base.is_renamed else StrayAdapter, ()
-    has_head = config.get("task_type") in _TASKS_OF_HEADS
-    is_sure = key.startswith("model.layers.") and has_head if is_of_model else True
-    if not is_sure or "base_model" in key.partition(".")[0]:
-        return UnplacedAdapter, ()
-    return PerhapsForeignAdapter, BASE
-
-
-def _class_of_base(config: Config) -> Architecture | None:
-    """Return the class of transformers that PEFT recorded for the base, None without one."""
-    of_base = config.get("auto_mapping")
-    if not isinstance(of_base, dict):
-        return None
-    library = str(of_base.get("parent_library")).split(".")
-    if library[:2] != ["transformers", "models"]:
-        return None
-    name = of_base.get("base_model_class")
-    known = architecture_of({"architectures": [name], "model_type": ".".join(library[2:3])})
-    return known if isinstance(known, Architecture) else None
-
-
-def _is_key_of(base: Architecture, key: str) -> bool:
-    module = pattern_of(".".join(key.split(".")[:-2])) + "."
-    return any(own.startswith(module) for own in base.keys)
+        if key and not any(each.startswith(dotted(BASE[:1])) for each in keys):
+            module = key.removesuffix(".weight").rpartition(".")[0]
+            expected = f"{prefix}MODULE{key.removeprefix(module)}"
+            yield UnplacedAdapter(**facts, key=key, expected=expected)
 
 
 def _may_module_be_a_wrapper(config: Config) -> bool:

@@ -16,9 +16,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import weights_names
 from ckptfix.checkpoint.folder import Component
-from ckptfix.checkpoint.keys import (
-    dotted,
-)
+from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.load_inputs import Config, Load
 from ckptfix.checkpoint.model_configs import ADAPTER
 from ckptfix.diagnosis.findings.base import Explained, Finding, Told
@@ -40,26 +38,15 @@ from ckptfix.diagnosis.loads.adapter_keys import BASE, PROMPT, PROMPTS, AdapterK
 from ckptfix.diagnosis.optimizer_values import FEW_STEPS
 from ckptfix.wording import count_of, list_names, series, shortened
 
-_MARKS = {
-    "LORA": "lora_", "ADALORA": "lora_", "LOHA": "hada_", "LOKR": "lokr_", "IA3": "ia3_",
-    "VERA": "vera_lambda_",
-}  # fmt: skip
+_MARKS = {"LORA": "lora_", "IA3": "ia3_"}
 """Type of an adapter -> the beginning of the names of its parameters."""
 
-_PARTS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
-    "LORA": ((("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")),),
-    "ADALORA": ((("lora_A", "lora_B", "lora_E"),),),
-    "LOHA": ((("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),),
-    "LOKR": (
-        (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")),
-        (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b")),
-    ),
-    "VERA": ((("vera_lambda_b", "vera_lambda_d"),),),
-}
-"""Type of an adapter -> what each module has: of each group all parameters of one alternative."""
+_PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+"""Alternatives for each module of a LoRA: all parameters of one of them."""
 
-_PARTS_BY_SETTING = {"use_dora": (("lora_magnitude_vector",),), "lora_bias": (("lora_B.bias",),)}
-"""Setting of a LoRA -> a further group. PEFT has both in every module, and no biases in embeddings.
+_SETTING_OF = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}
+"""Further parameter of a LoRA -> the setting without which PEFT makes none. With it every module has
+one, but embeddings have no biases.
 """
 
 _BIASES = ("none", "all", "lora_only")
@@ -68,29 +55,16 @@ _BIASES = ("none", "all", "lora_only")
 _MOST_OF_VALUE = 40
 """Characters of a value in a config that a sentence quotes."""
 
-_RANKS = {
-    "LORA": {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1},
-    "LOHA": {"hada_w1_b": 0, "hada_w2_b": 0},
-    "LOKR": {"lokr_w1_b": 0, "lokr_w2_b": 0},
-    "VERA": {"vera_lambda_d": 0},
-}
-"""Type of an adapter -> parameter -> the dimension that is the rank. Convolutions are judged by
-``lora_A`` alone.
+_RANKS = {"lora_A": 0, "lora_embedding_A": 0, "lora_B": 1, "lora_embedding_B": 1}
+"""Parameter of a LoRA -> the dimension that is the rank. Convolutions are judged by ``lora_A``
+alone.
 """
 
-_ZERO_AT_START = {
-    "LORA": ("lora_B", "lora_embedding_A"), "ADALORA": ("lora_E",), "LOHA": ("hada_w2_b",),
-    "LOKR": ("lokr_w1", "lokr_w1_a"), "VERA": ("vera_lambda_b",),
-}  # fmt: skip
-"""Type of an adapter -> parameters that PEFT makes of zeros, so that the adapter changes nothing
-before a step.
-"""
+_ZERO_AT_START = ("lora_B", "lora_embedding_A")
+"""Parameters that PEFT makes of zeros, so that the adapter changes nothing before a step."""
 
 _OF_CLASSES = frozenset({"classifier", "score"})
 """Heads of which PEFT adds both to ``modules_to_save`` for a classification; a model has one."""
-
-_PROJECTION = f"{BASE[0]}.vera_A"
-"""The projection that all modules of VeRA share. PEFT saves it with ``save_projection``, its default."""
 
 _AGAIN = "copy the adapter again from its source, use another checkpoint, or train again"
 _OF_TWO_RUNS = (
@@ -162,7 +136,7 @@ def judge_adapter(load: Load) -> Iterator[Told]:
         yield from _prompts(load, kind, names.expected.values())
     elif kind in _MARKS:
         # Under other names than PEFT looks for, the modules may have others, too.
-        place = _place_of(load.config, kind)
+        place = _place_of(load.config)
         placed = [one for one in parameters if of_names or place(one)]
         if load.is_whole:
             yield from _missing(load, kind, placed, names.expected.values())
@@ -170,16 +144,15 @@ def judge_adapter(load: Load) -> Iterator[Told]:
         is_told = not placed and isinstance(load.config.get("target_modules"), list)
         if len(placed) < len(parameters) and not is_told:
             yield _without_place(load, placed, parameters)
-        bias = load.config.get("bias", "none")
-        if kind == "LORA" and bias not in _BIASES:
-            yield UnknownBias(path=load.path, value=shortened(json.dumps(bias), _MOST_OF_VALUE))
-        yield from _ranks(
-            load, kind, [parameter for parameter in parameters if parameter.key not in lost]
-        )
-        if not lost:
-            yield from _zeros(load, kind, parameters)
-        if kind == "VERA" and _PROJECTION not in names.expected.values():
-            yield from _without_projection(load)
+        if kind == "LORA":
+            bias = load.config.get("bias", "none")
+            if bias not in _BIASES:
+                yield UnknownBias(path=load.path, value=shortened(json.dumps(bias), _MOST_OF_VALUE))
+            yield from _ranks(
+                load, [parameter for parameter in parameters if parameter.key not in lost]
+            )
+            if not lost:
+                yield from _zeros(load, parameters)
         if not isinstance(load.config.get("target_modules"), list):
             yield (
                 f"{load.path}: whether every module that adapter_config.json targets has tensors: "
@@ -202,7 +175,7 @@ def judge_halves(load: Load) -> Iterator[Finding]:
         if (parameter := _parameter(key, expected, load.tensors[key].shape, "LORA")) is not None
     ]
     if load.is_whole:
-        yield from _lone_parts(load, "LORA", parameters, DoubtfulParts)
+        yield from _lone_parts(load, parameters, DoubtfulParts)
 
 
 def passed_over(load: Load, files: Iterable[Component], trained: int) -> Iterator[PassedOver]:
@@ -268,20 +241,6 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
     )
 
 
-def _without_projection(load: Load) -> Iterator[IncompleteAdapter]:
-    if load.is_whole and load.config.get("save_projection", True):
-        yield IncompleteAdapter(
-            path=load.path,
-            lacks=f"no {_PROJECTION}, although save_projection is on in adapter_config.json",
-            effect="PEFT fails with ValueError",
-            remedy=(
-                "copy the adapter again from its source; if the run saved no projections, set "
-                "save_projection to false in adapter_config.json, and PEFT creates them from "
-                "projection_prng_key"
-            ),
-        )
-
-
 def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
     """Yield the findings about the embeddings of prompts."""
     if PROMPT not in set(keys):
@@ -325,16 +284,12 @@ def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
 
 def _lone_parts(
     load: Load,
-    kind: str,
     parameters: Iterable[_Parameter],
     finding: type[IncompleteAdapter] = IncompleteAdapter,
 ) -> Iterator[IncompleteAdapter]:
     """Yield the findings about modules with a part of the parameters that they should have."""
-    groups = _PARTS.get(kind, ())
-    if kind == "LORA":
-        groups += tuple(
-            group for setting, group in _PARTS_BY_SETTING.items() if load.config.get(setting)
-        )
+    groups: list[tuple[tuple[str, ...], ...]] = [_PAIRS]
+    groups += [((name,),) for name, setting in _SETTING_OF.items() if load.config.get(setting)]
     known = {name for group in groups for alternative in group for name in alternative}
     modules: dict[str, set[str]] = {}
     for parameter in parameters:
@@ -370,11 +325,9 @@ def _missing(
     """Yield the findings about parts of modules, target modules and trained heads without
     tensors.
     """
-    yield from _lone_parts(load, kind, parameters)
     if kind == "LORA":
+        yield from _lone_parts(load, parameters)
         yield from _rows(load)
-    elif kind == "IA3":
-        yield from _turned(load, parameters)
     modules = {parameter.module for parameter in parameters}
     if targets := _texts(load.config.get("target_modules")):
         wanted = {target for target in targets if len(target) <= _MAX_KEY}
@@ -464,33 +417,7 @@ def _rows(load: Load) -> Iterator[IncompleteAdapter]:
         yield IncompleteAdapter(path=load.path, lacks=lacks, effect=effect, remedy=remedy)
 
 
-def _turned(load: Load, parameters: Iterable[_Parameter]) -> Iterator[IncompleteAdapter]:
-    """Yield the finding about vectors of IA3 that are rows where the config wants columns, or the
-    other way round: those of feed-forward modules are multiplied with the input.
-    """
-    forward = load.config.get("feedforward_modules")
-    if not isinstance(forward, list):
-        return
-    ends = tuple(_texts(forward))
-    for parameter in parameters:
-        if len(parameter.shape) != 2 or 1 not in parameter.shape:
-            continue
-        is_forward = parameter.module.endswith(ends)
-        if parameter.shape[0 if is_forward else 1] != 1:
-            yield IncompleteAdapter(
-                path=load.path,
-                lacks=(
-                    f"{parameter.key} {'does not have' if is_forward else 'has'} the shape for a "
-                    "feed-forward module, but feedforward_modules in adapter_config.json "
-                    f"{'lists' if is_forward else 'does not list'} its module"
-                ),
-                effect="PEFT fails with 'size mismatch'",
-                remedy=_OF_TWO_RUNS,
-            )
-            return
-
-
-def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
+def _place_of(config: Config) -> Callable[[_Parameter], bool]:
     """Return whether PEFT makes a parameter, as far as the config alone tells; True where it does
     not.
 
@@ -522,7 +449,7 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
     )
 
     def has_place(parameter: _Parameter) -> bool:
-        setting = _SETTING_OF.get(parameter.name) if kind == "LORA" else None
+        setting = _SETTING_OF.get(parameter.name)
         if setting is not None and not config.get(setting):
             return False
         # A convolution in an attention is behind the layer that PEFT wraps.
@@ -553,10 +480,6 @@ def _place_of(config: Config, kind: str) -> Callable[[_Parameter], bool]:
         return own[0] in numbers if len(own) == 1 else bool(own) or not patterns
 
     return has_place
-
-
-_SETTING_OF = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}
-"""Parameter of LoRA -> the setting without which PEFT makes none."""
 
 
 def _without_place(
@@ -599,26 +522,17 @@ def _is_selective(config: Config) -> bool:
     return any(map(config.get, ("exclude_modules", "target_parameters", "trainable_token_indices")))
 
 
-def _ranks(
-    load: Load, kind: str, parameters: Sequence[_Parameter]
-) -> Iterator[MismatchedAdapter | str]:
-    """Yield the finding about ranks that are not those of the config."""
+def _ranks(load: Load, parameters: Sequence[_Parameter]) -> Iterator[MismatchedAdapter | str]:
+    """Yield the finding about ranks of a LoRA that are not those of the config."""
     config = load.config
-    setting = "init_r" if kind == "ADALORA" else "r"
-    rank, patterns = config.get(setting), config.get("rank_pattern")
-    dimensions = _RANKS.get(kind, {})
-    if kind == "ADALORA" and not patterns:
-        # After its budget was allocated the ranks are in rank_pattern, as lists of flags.
-        dimensions = {"lora_A": 0, "lora_E": 0, "lora_B": 1}
-    if not dimensions or (rank is None and kind != "LORA"):
-        return
+    rank, patterns = config.get("r"), config.get("rank_pattern")
     rank = 8 if rank is None else rank
     modules = {parameter.module for parameter in parameters}
     is_plain = isinstance(patterns or {}, dict)
     pattern_of = _matcher(patterns or {}, len(modules)) if is_plain else None
     if type(rank) is not int or pattern_of is None:
         if type(rank) is not int:
-            reason = f"{setting} in adapter_config.json is not an integer"
+            reason = "r in adapter_config.json is not an integer"
         elif not is_plain:
             reason = "rank_pattern in adapter_config.json is not an object"
         else:
@@ -628,11 +542,10 @@ def _ranks(
     targets = frozenset(_texts(config.get("target_modules")))
     wrong: dict[str, tuple[int, int]] = {}
     for parameter in parameters:
-        dimension = dimensions.get(parameter.name)
+        dimension = _RANKS.get(parameter.name)
         if dimension is None or len(parameter.shape) <= dimension:
             continue
-        # Of a convolution with groups lora_B has fewer columns, LoHa turns a matrix, and blocks
-        # divide the rank.
+        # Of a convolution with groups lora_B has fewer columns, and blocks divide the rank.
         if (len(parameter.shape) > 2 and parameter.name != "lora_A") or (
             dimension and config.get("use_bdlora")
         ):
@@ -656,7 +569,7 @@ def _ranks(
             module=module,
             rank=has,
             expected=expected,
-            setting=setting if expected == rank else "rank_pattern",
+            setting="r" if expected == rank else "rank_pattern",
         )
 
 
@@ -715,9 +628,9 @@ def _is_quick(pattern: str) -> bool:
     return ways * (_MAX_KEY if repetitions else 1) <= _MAX_WAYS
 
 
-def _zeros(load: Load, kind: str, parameters: Iterable[_Parameter]) -> Iterator[Finding]:
-    """Yield the finding about an adapter whose matrices are as PEFT made them."""
-    starting = [one for one in parameters if one.name in _ZERO_AT_START.get(kind, ())]
+def _zeros(load: Load, parameters: Iterable[_Parameter]) -> Iterator[Finding]:
+    """Yield the finding about a LoRA whose matrices are as PEFT made them."""
+    starting = [parameter for parameter in parameters if parameter.name in _ZERO_AT_START]
     is_sampled = False
     for parameter in starting:
         data = load.sample(parameter.key, load.size)

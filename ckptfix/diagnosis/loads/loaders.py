@@ -27,7 +27,7 @@ from ckptfix.checkpoint.model_configs import (
 )
 from ckptfix.checkpoint.model_files import ModelFiles
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.config_faults import MissingHead
+from ckptfix.diagnosis.findings.config_faults import MismatchedConfig, MissingHead
 from ckptfix.diagnosis.findings.load_faults import (
     IncompleteAdapter,
     MismatchedAdapter,
@@ -36,7 +36,6 @@ from ckptfix.diagnosis.findings.load_faults import (
     UnusedKeys,
 )
 from ckptfix.diagnosis.findings.misplaced import UnknownState, WrongState
-from ckptfix.diagnosis.findings.weight_faults import MismatchedConfig
 from ckptfix.diagnosis.loads.outcome import LoadOutcome, read_outcome
 from ckptfix.hardware import Child, ChildEnded
 from ckptfix.storage.files import AnyPath, names_in

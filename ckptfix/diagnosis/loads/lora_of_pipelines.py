@@ -134,7 +134,7 @@ def judge_lora(load: Load) -> Iterator[Told]:
     dead = [key for key in keys if _is_dead(key, is_converted=is_converted)]
     of_others = [key.key for key in set(keys).difference(dead) if not _is_plain(key)]
     questions = [
-        "whether it has these components and modules",
+        "whether it has these components, modules and shapes",
         "whether every module has tensors",
     ]
     if of_others:

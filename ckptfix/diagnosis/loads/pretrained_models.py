@@ -29,8 +29,7 @@ from ckptfix.checkpoint.keys import (
 from ckptfix.checkpoint.load_inputs import Load
 from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.diagnosis.findings.base import Compared, Explained, Finding, Told
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
-from ckptfix.diagnosis.findings.weight_faults import (
+from ckptfix.diagnosis.findings.config_faults import (
     ConfigOfState,
     DeadWeights,
     DoubtfulWeights,
@@ -41,6 +40,7 @@ from ckptfix.diagnosis.findings.weight_faults import (
     MixedWeights,
     WrappedWeights,
 )
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.wording import count_of, first_few, series
 
 _BASES = (("base_model", "model"), ("base_model",))

@@ -29,6 +29,7 @@ from ckptfix.diagnosis.findings.config_faults import (
     DoubtfulQuantization,
     ForeignQuantization,
     IncompleteQuantization,
+    OtherQuantization,
     QuantizationMismatch,
     UnnamedMethod,
 )
@@ -193,11 +194,39 @@ def judge_quantized(load: Load) -> Iterator[Finding | str]:
             "without them"
         )
     elif quantized:
-        yield from _lacking(load, known)
+        yield from _of_another(load, known) or _lacking(load, known)
         return
     else:
         effect = known.of_plain
     yield known.kind(path=load.path, method=known.method, tensors=0, key=known.key, effect=effect)
+
+
+def _of_another(load: Load, known: _Format) -> list[Finding]:
+    """Return the finding about weights that are in the format of another method, and none in this
+    one: ``config.json`` of another quantized copy of the model. The script of a save_state may load
+    them.
+    """
+    formats = {
+        words: [key for key in load.tensors if each.has(key, load.tensors)]
+        for words, each in _UNNAMED.items()
+    }
+    words = next((words for words, keys in formats.items() if keys), "")
+    is_named = any(known.has(key, load.tensors) for key in load.tensors)
+    if not words or is_named or load.states_of == "save_state":
+        return []
+    return [
+        OtherQuantization(
+            path=load.path,
+            method=words,
+            tensors=len(formats[words]),
+            key=formats[words][0],
+            named=known.method,
+            effect=(
+                "from_pretrained of transformers fails, leaves these layers random, or uses the "
+                "quantized numbers as weights"
+            ),
+        )
+    ]
 
 
 def _lacking(load: Load, known: _Format) -> Iterator[Finding]:

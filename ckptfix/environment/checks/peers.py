@@ -134,7 +134,7 @@ def acs_redirects(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "distant-pair",
-    "two GPUs reach each other only through the CPU (PHB, NODE or SYS), where P2P copies fail "
+    "the PCIe path between two GPUs crosses the CPU (PHB, NODE or SYS), where direct copies fail "
     "most often",
     NOTE,
 )

@@ -31,7 +31,7 @@ from ckptfix.training.loading.draft import (
     as_load_error,
 )
 from ckptfix.training.loading.load_report import LoadError, Part
-from ckptfix.training.loading.moments import first_step
+from ckptfix.training.loading.moments import as_number, first_step
 from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
@@ -387,18 +387,11 @@ def _progress(action: Action) -> tuple[str, ...]:
     if "param_groups" not in state:
         return (f"at step {state['last_epoch']}",) if "last_epoch" in state else ()
     rates = [
-        _number(group.get("lr")) for group in state["param_groups"] if isinstance(group, Mapping)
+        as_number(group.get("lr")) for group in state["param_groups"] if isinstance(group, Mapping)
     ]
-    step = _number(first_step(state.get("state")))
+    step = as_number(first_step(state.get("state")))
     at = () if step is None else (f"at step {step:g}",)
     return (*at, f"with learning rates {rates}")
-
-
-def _number(value: Any) -> float | None:
-    """Return a number, or the one of a tensor, None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, int | float) else None
 
 
 def go_on_numbering(accelerator: Any, path: Path) -> None:

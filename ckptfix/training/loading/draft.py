@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.checkpoint.entries import Entry, changed_files
 from ckptfix.devices.callers import warn_caller
@@ -92,6 +93,12 @@ class Draft(Struct):
         self.planned.append((_report(part, status, target, what, reason, **details), action))
         self.used += [entry] if entry is not None else []
 
+    def tell(self, place: int, reason: str) -> None:
+        """Add a reason to what is said of a planned action, and warn of it."""
+        report, action = self.planned[place]
+        reason = ", ".join(filter(None, (report.reason, reason)))
+        self.planned[place] = replace(report, reason=reason, is_told=True), action
+
     def cannot(
         self, part: Part, reason: str, *, target: Target | None = None, files: tuple[str, ...] = (),
         what: str = "", missing: bool = False,
@@ -140,9 +147,11 @@ class Draft(Struct):
 
     def to_warn_of(self) -> tuple[ComponentReport, ...]:
         """Return the objects that were left as they were, or in part, although the policy did not
-        say ignore.
+        say ignore, and those of which the user must know more.
         """
-        return tuple(report for report, _ in self.planned if not report.is_in_full) + tuple(
+        return tuple(
+            report for report, _ in self.planned if report.is_told or not report.is_in_full
+        ) + tuple(
             report
             for report in self.others
             if self.policy.requirement(report.part) is Requirement.WARN

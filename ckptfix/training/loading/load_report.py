@@ -142,7 +142,7 @@ class ComponentReport(_Plain, Struct, frozen=True, kw_only=True):
 
     Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose
     moments start empty; ``unused`` are keys, or moments, that only the file has; ``mismatched`` are
-    keys in both that were not loaded.
+    keys in both that were not loaded. ``is_told``: a UserWarning has the reason.
     """
 
     json_keys: ClassVar = "part index what status files by_position reason fresh unused mismatched"
@@ -158,6 +158,7 @@ class ComponentReport(_Plain, Struct, frozen=True, kw_only=True):
     unused: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
     is_duplicate: bool = False
+    is_told: bool = False
 
     @property
     def is_in_full(self) -> bool:

@@ -54,6 +54,7 @@ from ckptfix.training.loading.states import (
     plan_states,
     ranks_in,
     read_states,
+    tell_of_rates,
 )
 from ckptfix.training.loading.targets import distinct, model_targets
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
@@ -298,6 +299,7 @@ def _plan(
 
     plan_states(draft, root, schedulers, driving, optimizers_of)
     plan_states(draft, root, custom)
+    tell_of_rates(draft, optimizers, (schedulers, custom))
 
 
 def load_checkpoint_tolerant(

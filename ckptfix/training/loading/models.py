@@ -3,15 +3,15 @@ arrives.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckptfix.checkpoint.entries import Entry
-from ckptfix.devices.offloaded import EmptySlot, find_slots
-from ckptfix.devices.torch_reading import Unreadable, read_weights
+from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot, find_slots
+from ckptfix.devices.torch_reading import Unreadable, read_weights, same_bits
 from ckptfix.storage.paths import command
 from ckptfix.training.loading.assignment import (
     Assignment,
@@ -294,7 +294,14 @@ def _load(
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         draft.cannot(Part.MODELS, f"its weights cannot be loaded: {wrong[0]}{more}", target=target)
         return None
+    torn = _torn(found, state, target, slots)
+    if torn and draft.policy.models is Requirement.REQUIRE:
+        advice = 'next: pass policy=LoadPolicy(models="partial") to load them all the same'
+        draft.cannot(Part.MODELS, f"{torn}; {advice}", target=target, files=entry.files)
+        return None
     reasons = [] if found.is_in_full else [_left_over(found, target)]
+    if torn:
+        reasons.append(torn)
     if not found.is_exact:
         reasons.append(_renamed(entry, found))
     if moved:
@@ -318,8 +325,46 @@ def _load(
         fresh=found.fresh(target),
         unused=found.unused,
         mismatched=found.mismatched,
+        is_told=bool(torn),
     )
     return found
+
+
+def _torn(
+    found: Fit, state: Mapping[str, Any], target: ModelTarget, slots: Mapping[str, Slot]
+) -> str:
+    """Say which keys differ in the file although the model has one tensor for them, and which of
+    them it gets; "" for none.
+    """
+    files = {ours: name for name, ours in found.names.items()}
+    # The order in which load_state_dict copies.
+    order = {name: place for place, name in enumerate(target.state)}
+    told = []
+    for name in files:
+        covering = max(
+            files.keys() & target.ties.get(name, ()), key=order.__getitem__, default=name
+        )
+        # The last of several names of one tensor is what the others are compared with.
+        is_last = order[covering] < order[name] and name in target.ties.get(covering, ())
+        if is_last or covering == name:
+            continue
+        part, whole = (
+            slot.read() if isinstance(slot := slots.get(each), MemorySlot) else target.state[each]
+            for each in (name, covering)
+        )
+        # Weights that are made during the load are not one tensor any more.
+        if part.device.type == "meta" or whole.device.type == "meta" or part.dtype != whole.dtype:
+            continue
+        value = state[covering].to(whole.dtype).contiguous()
+        offset = value.storage_offset() + part.storage_offset() - whole.storage_offset()
+        inside = value.as_strided(part.shape, part.stride(), offset)
+        if not same_bits(inside, state[name].to(part.dtype)):
+            first, last = sorted((name, covering), key=order.__getitem__)
+            told.append(
+                f"{files[first]!r} and {files[last]!r} differ in the file but are one tensor of "
+                f"this run's model, {last!r}, which gets the values of {files[last]!r}"
+            )
+    return first_few(told)
 
 
 def _left_over(found: Fit, target: ModelTarget) -> str:

@@ -59,6 +59,13 @@ def first_step(states: Any) -> Any:
     return first.get("step") if isinstance(first, Mapping) else None
 
 
+def as_number(value: Any) -> float | None:
+    """Return a number, or the one of a tensor, None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, int | float) else None
+
+
 def own_names(named: Named) -> dict[int, list[Name]]:
     """Return the names of the parameters of models, by identity: a tied one has several."""
     own: dict[int, list[Name]] = {}
@@ -109,6 +116,18 @@ def in_own_order(
         }
         ordered.append({**group, **lists})
     return {**state, "param_groups": ordered}, ""
+
+
+def with_own_options(state: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return a state whose param groups have the options of this run that the file lacks, such as
+    those that a new scheduler needs: ``load_state_dict`` would remove them.
+    """
+    pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    groups = [
+        theirs | {key: ours[key] for key in ours if key not in theirs and key != "param_names"}
+        for theirs, ours in pairs
+    ]
+    return {**state, "param_groups": groups}
 
 
 def carry(
@@ -259,8 +278,9 @@ def _carried(
             )
         theirs = g if is_alike else next(iter(sources)) if len(sources) == 1 else None
         theirs = None if theirs in divided else theirs
-        if theirs is not None and (reason := options_problem(saved[theirs], optimizer)):
-            return f"param group {theirs}: {reason}"
+        for origin in sorted(sources if theirs is None else {theirs}):
+            if reason := options_problem(saved[origin], optimizer):
+                return f"param group {origin}: {reason}"
         kept += [g] if theirs is None and sources else []
         options = dict(group if theirs is None else saved[theirs])
         options["params"] = list(range(total, total + len(group["params"])))
@@ -283,7 +303,7 @@ def _carried(
         words.append(f"start empty because their weights are not loaded: {list_names(fresh)}")
     if unsure:
         words.append(
-            "start empty because their moments cannot be identified with certainty: "
+            "start empty because the checkpoint has no moments that are certainly theirs: "
             f"{list_names(unsure)}"
         )
     if kept:

@@ -2,9 +2,10 @@
 number generators.
 """
 
+import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,16 @@ from ckptfix.training.loading.moments import (
     Name,
     Named,
     Number,
+    as_number,
     carry,
     in_own_order,
     own_names,
     saved_names,
+    with_own_options,
 )
 from ckptfix.training.loading.targets import Target
-from ckptfix.wording import Brief, count_of
+from ckptfix.training.saving.save_manifest import driven_optimizer
+from ckptfix.wording import Brief, count_of, first_few
 
 # Plans of what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get.
 
@@ -147,20 +151,21 @@ def after_models(
     """Return what optimizers may get once it is known which weights are loaded.
 
     ``owners`` says which of the models each optimizer has parameters of; it is asked for only where
-    some model is not loaded, or in part. An optimizer of a model that is not loaded gets nothing:
-    its moments belong to other weights.
+    some model is not loaded, or in part, or an optimizer fits no file. An optimizer of a model that
+    is not loaded gets nothing: its moments belong to other weights. One that has other parameters
+    than the run that saved, because the script froze some, gets moments by name.
     """
     if draft.policy.models is Requirement.IGNORE:
         return replace(offer, remark="the policy ignores the model weights")
     in_part = {number for number, found in models.fits.items() if not found.is_in_full}
     lacking = set(range(len(models.targets))) - models.pairs.keys()
-    if (
-        not offer.reasons
-        or not (in_part or lacking)
-        or (lacking and draft.policy.models is not Requirement.WARN)
-    ):
+    if not offer.reasons or (lacking and draft.policy.models is not Requirement.WARN):
         return offer
-    held = owners()
+    misfit, held = follow(offer.reasons, offer.entries, models, owners)
+    unfit = {number for number, column in enumerate(zip(*misfit, strict=True)) if all(column)}
+    if not (in_part or lacking or unfit):
+        return offer
+    held = held or owners()
     names = {
         number: ", ".join(models.name(model) for model in sorted(lacking.intersection(owned)))
         for number, owned in enumerate(held)
@@ -169,15 +174,18 @@ def after_models(
     carried: dict[tuple[int, int], CarriedMoments] = {}
     reasons = [list(row) for row in offer.reasons]
     for number, owned in enumerate(held):
-        if not in_part.intersection(owned) or number in withheld:
+        is_in_part = bool(in_part.intersection(owned))
+        if not (is_in_part or number in unfit) or number in withheld:
             continue
         found = {
             position: carry(
                 root, offer.states[position], entry, offer.targets[number], models, owned
             )
             for position, entry in enumerate(offer.entries)
-            if not offer.problems[position]
+            if not offer.problems[position] and (is_in_part or all(misfit[position]))
         }
+        if not is_in_part:
+            found = {n: one for n, one in found.items() if not isinstance(one, str) and one.count}
         most = max(
             (one.count for one in found.values() if isinstance(one, CarriedMoments)), default=0
         )
@@ -186,9 +194,14 @@ def after_models(
                 reasons[position][number] = f"{one}{_next(draft, offer.part)}"
             elif one.count < most and not one.count:
                 reasons[position][number] = "none of its moments match a loaded parameter"
-            else:
+            elif is_in_part or draft.policy.models is Requirement.PARTIAL:
                 reasons[position][number] = ""
                 carried[position, number] = one
+            elif draft.is_required(offer.part):
+                reasons[position][number] += (
+                    '; next: pass policy=LoadPolicy(models="partial") to load the moments of '
+                    f"{count_of(one.count, 'parameter')} by name"
+                )
     return replace(offer, reasons=reasons, carried=carried, withheld=withheld)
 
 
@@ -254,6 +267,8 @@ def plan_states(
         )
         saved = offer.ordered.get((position, number), offer.states[position])
         state = carried.state if carried else saved
+        if isinstance(target.inner, torch.optim.Optimizer) and part is Part.OPTIMIZERS:
+            state = with_own_options(state, target.inner)
         draft.do(
             part,
             LoadState(thing=target.thing, state=state),
@@ -278,6 +293,71 @@ def plan_states(
         aside=settled.aside,
         is_moved=went_elsewhere(entries, targets, pairs, settled.aside)
         or (before.is_moved and len(pairs) < len(targets)),
+    )
+
+
+def tell_of_rates(draft: Draft, optimizers: SavedStates, followers: Sequence[SavedStates]) -> None:
+    """Say where a scheduler is loaded and the learning rates of its optimizer are not, or the
+    other way round.
+
+    torch computes most rates from those that the param groups have, so a wrong one stays wrong.
+    """
+    loads = {
+        id(action.thing): (place, action.state)
+        for place, (_, action) in enumerate(draft.planned)
+        if isinstance(action, LoadState)
+    }
+    things = [target.thing for target in optimizers.targets]
+    for part, target in [(offer.part, each) for offer in followers for each in offer.targets]:
+        number = driven_optimizer(target.thing, things)
+        is_known = isinstance(target.inner, torch.optim.lr_scheduler.LRScheduler)
+        if number is None or not is_known:
+            continue
+        optimizer = optimizers.targets[number]
+        own = optimizer.inner.param_groups
+        scheduled, loaded = loads.get(id(target.thing)), loads.get(id(optimizer.thing))
+        # Where both are loaded, they differed in the run that saved already: of two schedulers of
+        # one optimizer, only the second knows its rates.
+        if scheduled is not None and loaded is None:
+            place, state = scheduled
+            rates = [
+                (group, "lr", mine.get("lr"), last)
+                for group, (mine, last) in enumerate(
+                    zip(own, state.get("_last_lr") or (), strict=False)
+                )
+            ]
+            if groups := _unequal(rates, "in the saved schedule"):
+                draft.tell(
+                    place,
+                    f"optimizers {optimizer.index} ({optimizer.what}) keeps the learning rates of "
+                    f'this run: {groups}; next: set "lr" of its param groups to '
+                    "scheduler.get_last_lr() to continue the saved schedule",
+                )
+        elif loaded is not None and scheduled is None:
+            place, state = loaded
+            rates = [
+                (group, key, saved.get(key), mine.get(key))
+                for group, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=False))
+                for key in ("lr", "initial_lr")
+            ]
+            if groups := _unequal(rates, "before the load"):
+                draft.tell(
+                    place,
+                    f"{part.value} {target.index} ({target.what}) was not loaded, so the learning "
+                    f"rates are those of the checkpoint: {groups}; next: set them back to begin "
+                    "the schedule of this run",
+                )
+
+
+def _unequal(rates: Iterable[tuple[int, str, Any, Any]], when: str) -> str:
+    """List the rates of param groups that differ from another number by more than rounding."""
+    numbers = [(group, key, as_number(now), as_number(then)) for group, key, now, then in rates]
+    return first_few(
+        [
+            f"param group {group} has {key} {now:g} ({then:g} {when})"
+            for group, key, now, then in numbers
+            if now is not None and then is not None and not math.isclose(now, then, rel_tol=1e-6)
+        ]
     )
 
 
