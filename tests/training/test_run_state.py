@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckptfix
 from ckptfix.checkpoint.filenames import parse_file_name, run_state_name
 from ckptfix.checkpoint.roles import Role
+from ckptfix.devices.nested_values import from_plain
 from ckptfix.training import LoadPolicy
 from ckptfix.training.loading.load_state import load_state_tolerant
 from ckptfix.training.resuming import run_state
-from ckptfix.training.resuming.generators import from_plain
 from tests.training.ranks import run_ranks
 
 

@@ -17,6 +17,7 @@ from typing_extensions import assert_never
 
 from ckptfix.checkpoint.folder_names import checkpoint_number
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.nested_values import first_difference
 from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
 from ckptfix.devices.torch_reading import same_bits
 from ckptfix.training.loading.draft import (
@@ -36,7 +37,6 @@ from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
 from ckptfix.training.ranks import Ranks
-from ckptfix.training.resuming.generators import first_difference
 from ckptfix.wording import count_of
 
 

@@ -3,14 +3,15 @@
 import gc
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ckptfix.checkpoint.keys import PRIVATE_WRAPPERS
-from ckptfix.training.resuming.generators import capture, fingerprint
+from ckptfix.devices.nested_values import fingerprint
+from ckptfix.training.resuming.generators import capture
 
 SAMPLES = 64
 """Samples of a batch that get a digest of their own: enough to recognize the order of the data."""
@@ -45,18 +46,6 @@ def digests_of_generators() -> dict[str, str]:
     if states.device is not None:
         found[states.device[0]] = fingerprint(states.device[1])
     return {name: digest[:12] for name, digest in found.items()}
-
-
-def leaves_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and other values inside a batch, each with its path."""
-    if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from leaves_of(f"{path}.{key}" if path else str(key), inside)
-    elif isinstance(value, list | tuple):
-        for at, inside in enumerate(value):
-            yield from leaves_of(f"{path}[{at}]", inside)
-    else:
-        yield path, value
 
 
 def number_of(tensor: torch.Tensor) -> str:

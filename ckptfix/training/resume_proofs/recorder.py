@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckptfix.devices.nested_values import fingerprint, leaves
 from ckptfix.devices.patching import Method, Patches, when_imported
 from ckptfix.training.resume_proofs.recorded_runs import UNPREPARED, Settings
 from ckptfix.training.resume_proofs.recorded_values import (
@@ -40,7 +41,6 @@ from ckptfix.training.resume_proofs.recorded_values import (
     digests_of_generators,
     digests_of_unprepared,
     is_zero,
-    leaves_of,
     local_part,
     name_of_tensor,
     number_of,
@@ -48,7 +48,6 @@ from ckptfix.training.resume_proofs.recorded_values import (
     samplers_of,
     text_of,
 )
-from ckptfix.training.resuming.generators import fingerprint
 
 _PATIENCE = 120.0
 """Seconds that a finished recorder waits for the end that its parent gives it."""
@@ -309,13 +308,15 @@ class Recorder:
         self._pending = []
 
     def _digests_of(self, batch: Any) -> dict[str, Any]:
-        leaves = dict(leaves_of("", batch))
-        tensors = [one for one in leaves.values() if isinstance(one, torch.Tensor) and one.ndim]
+        held = dict(leaves(batch))
+        tensors = [
+            value for value in held.values() if isinstance(value, torch.Tensor) and value.ndim
+        ]
         size = len(tensors[0]) if tensors else 0
         rows = [one for one in tensors if len(one) == size]
         samples = [fingerprint([one[at] for one in rows])[:12] for at in range(min(size, SAMPLES))]
         return {
-            "leaves": {path: self._digest(value, WHOLE_LEAF) for path, value in leaves.items()},
+            "leaves": {path: self._digest(value, WHOLE_LEAF) for path, value in held.items()},
             "samples": samples,
         }
 

@@ -13,14 +13,8 @@ from typing import Any
 from accelerate.data_loader import DataLoaderDispatcher
 
 from ckptfix.devices.callers import warn_caller
-from ckptfix.training.resuming.generators import (
-    Generator,
-    GeneratorStates,
-    capture,
-    restore,
-    set_state,
-    state_of,
-)
+from ckptfix.devices.nested_values import Generator, set_state, state_of
+from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.resuming.prepared_loaders import (
     FirstAndRest,
     clear_state,

@@ -11,15 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.nested_values import Generator, set_state, state_of
 from ckptfix.devices.patching import Method, Patch, Patches
-from ckptfix.training.resuming.generators import (
-    Generator,
-    capture,
-    generators_in,
-    restore,
-    set_state,
-    state_of,
-)
+from ckptfix.training.resuming.generators import capture, generators_in, restore
 from ckptfix.training.resuming.passes import Pass, made_at
 from ckptfix.training.resuming.prepared_loaders import (
     COPIES_ITERATION,

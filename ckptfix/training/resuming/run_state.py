@@ -28,21 +28,14 @@ from ckptfix.checkpoint.manifest import is_repaired
 from ckptfix.checkpoint.roles import Role
 from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
+from ckptfix.devices.nested_values import fingerprint, first_difference, from_plain, leaves, plain
 from ckptfix.devices.patching import Method, Patch, Patches, replaced
 from ckptfix.storage.paths import RECEIPT
 from ckptfix.training.loading.moments import first_step, in_own_order, own_names
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
 from ckptfix.training.resuming import loader_positions, positions
-from ckptfix.training.resuming.generators import (
-    GeneratorStates,
-    capture,
-    fingerprint,
-    first_difference,
-    from_plain,
-    plain,
-    restore,
-)
+from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.resuming.saved_positions import Position, SaveMoment
 from ckptfix.wording import count_of, human_size, list_names
 
@@ -295,17 +288,15 @@ def _custom(accelerator: Any, states: Mapping[str, Any]) -> list[State | None]:
     ]
 
 
-def _size(value: Any) -> int:
+def _size(state: Any) -> int:
     """Return about how many bytes a state takes."""
-    if isinstance(value, torch.Tensor):
-        return int(value.numel() * value.element_size())
-    if isinstance(value, Mapping):
-        return sum(map(_size, value.values())) + 16 * len(value)
-    if isinstance(value, list | tuple):
-        return sum(map(_size, value)) + 8 * len(value)
-    return int(
-        getattr(value, "nbytes", None) or (len(value) if isinstance(value, str | bytes) else 8)
-    )
+    return sum(_size_of_leaf(value) + 8 for _, value in leaves(state))
+
+
+def _size_of_leaf(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    return int(getattr(value, "nbytes", 8))
 
 
 def _sampled(value: Any) -> Any:

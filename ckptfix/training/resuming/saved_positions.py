@@ -6,7 +6,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from ckptfix.training.resuming.generators import GeneratorStates, from_plain, plain
+from ckptfix.devices.nested_values import from_plain, plain
+from ckptfix.training.resuming.generators import GeneratorStates
 from ckptfix.training.resuming.worker_states import WorkerStates
 
 

@@ -20,8 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
+from ckptfix.devices.nested_values import set_state, state_of
 from ckptfix.devices.patching import replaced
-from ckptfix.training.resuming.generators import generators_in, set_state, state_of
+from ckptfix.training.resuming.generators import generators_in
 
 Report = dict[str, Any]
 """Generators of a worker after a batch, in arrays: a tensor in a queue would cost a file
