@@ -190,13 +190,7 @@ VERIFY = {
     """,
     "against": f"""
         {CLEAN} @/checkpoint_1
-        {CLEAN} @/checkpoint_2
-        put {REAL}/clean-bin/checkpoint other
         ckptfix verify @/checkpoint_1 --against @/checkpoint_2
-        ckptfix verify @/checkpoint_1 --against other
-        flip @/checkpoint_2/model.safetensors 630
-        ckptfix verify @/checkpoint_1 --against @/checkpoint_2
-        ckptfix verify @/checkpoint_1 --against @/checkpoint_3
     """,
     "sha256sums": f"""
         {PLAIN} @/checkpoint_1

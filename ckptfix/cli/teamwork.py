@@ -243,8 +243,9 @@ def _paths(params: Mapping[str, Any], *, is_of_output: bool = True) -> list[Path
     """Return the paths that a verb reads, URLs left out. ``is_of_output``: with the new one."""
     paths: list[Any] = []
     for parameter in click.get_current_context().command.params:
-        is_read = isinstance(parameter, click.Argument) or parameter.name == "against"
-        is_read &= is_of_output or parameter.name != "dst"
+        is_read = isinstance(parameter, click.Argument) and (
+            is_of_output or parameter.name != "dst"
+        )
         if isinstance(parameter.type, click.Path) and is_read:
             value = params.get(str(parameter.name)) or ()
             paths += value if isinstance(value, list | tuple) else [value]

@@ -20,7 +20,7 @@ from ckptfix.pages import html_document, html_lines
 from ckptfix.storage.executor import Executor
 from ckptfix.storage.files import StorePath, is_url
 from ckptfix.storage.opened import errors_with_place, open_files, with_place
-from ckptfix.storage.paths import shell_path
+from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.staged import staging_folder
 from ckptfix.wording import Line, human_size, line
 
@@ -174,7 +174,6 @@ def _unfit(params: Mapping[str, Any]) -> str:
             "ckptfix verify CHECKPOINT --data",
             "Also look for NaN, Inf and lost pages in the values.",
         ),
-        ("ckptfix verify COPY --against CHECKPOINT", "Compare with another checkpoint instead."),
         (
             "ckptfix verify CHECKPOINT --signature model.sig --key key.pub",
             "Compare with the digests that the owner of a key signed.",
@@ -189,10 +188,7 @@ def _unfit(params: Mapping[str, Any]) -> str:
 @click.option(
     "--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights."
 )
-@click.option(
-    "--against", type=PATH, metavar="OTHER",
-    help="Compare with another checkpoint, of any format, instead of the manifest.",
-)  # fmt: skip
+@click.option("--against", type=PATH, hidden=True)
 @click.option(
     "--signature", "signatures", type=PATH, multiple=True, metavar="FILE",
     help="Compare with a signed OpenSSF Model Signing statement instead of the manifest. Name the signer with --key, "
@@ -241,8 +237,7 @@ def _unfit(params: Mapping[str, Any]) -> str:
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the model, or (model, inputs). Default: the class that config.json names. With "
-    "--against, its models supply the parameter names that DDP optimizers do not store.",
+    help="A function that returns the model, or (model, inputs). Default: the class that config.json names.",
 )  # fmt: skip
 @click.option(
     "--repeats", type=click.IntRange(min=1), metavar="N",
@@ -280,13 +275,16 @@ def verify_command(
     exercised, never as proven. Your code in --model is run, code in the folder never. With --data
     as well, both are done.
     """
-    names, model = (model, None) if against is not None and device_map is None else (None, model)
+    if against is not None:
+        options = () if model is None else ("--model", model)
+        steps = (f"{command('diff', path, '', *options)} {shell_path(against)}" for path in paths)
+        raise UsageError(f"--against was removed in 0.6.0; next: {'; '.join(steps)}")
     given = (device_map, max_memory, model, repeats)
     if any(option is not None for option in given) or require_transfer_proof:
-        if against is not None or signatures or statements or sha256sums:
+        if signatures or statements or sha256sums:
             raise UsageError(
-                "--against, --signature, --oms and --sha256sums compare digests; the reload test "
-                "(--device-map and its options) does not use them"
+                "--signature, --oms and --sha256sums compare digests; the reload test (--device-map "
+                "and its options) does not use them"
             )
         if len(paths) > 1:
             raise UsageError(
@@ -321,9 +319,9 @@ def verify_command(
     def work(path: str) -> "VerifyReport":
         with report.progress(f"reading {path}") as progress:
             return verify(
-                path, data=data, against=against, model=names, signatures=signatures,
-                statements=statements, sha256sums=sha256sums, trust=trust if any(whom) else None,
-                progress=progress, executor=executor,
+                path, data=data, signatures=signatures, statements=statements,
+                sha256sums=sha256sums, trust=trust if any(whom) else None, progress=progress,
+                executor=executor,
             )  # fmt: skip
 
     def word(result: "VerifyReport") -> str:
@@ -348,8 +346,8 @@ def _annotations(result: "VerifyReport") -> Iterator[Annotation]:
         yield Annotation(finding.severity, str(finding), result.root / finding.path, finding.code)
     for item in result.differences:
         file = result.root / (item.name if item.kind is Kind.FILE else item.where)
-        change = "differs" if item.change is None else item.change.value
-        yield Annotation(Severity.ERROR, str(item), file, f"digest-{change}")
+        assert item.change is not None, "what differs has changed in some way"
+        yield Annotation(Severity.ERROR, str(item), file, f"digest-{item.change.value}")
     if result.crossed:
         words = f"positions of models differ: {result.crossed}"
         yield Annotation(Severity.ERROR, words, result.path, "digest-crossed")

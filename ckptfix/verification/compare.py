@@ -1,10 +1,10 @@
-"""Two checkpoints of any formats compared, for ``diff`` and ``verify --against``.
+"""Two checkpoints of any formats compared, for ``diff``.
 
 ``matching`` pairs models and tensors, ``optimizer_pairs`` the states of optimizers. Several threads
 read both sides, each a part of a tensor at a time: bytes first, numbers only where those differ.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -269,19 +269,15 @@ def compare(
     *,
     model: str | Callable[[], object] | None = None,
     tolerance: Tolerance | None = None,
-    called: tuple[str, str] = ("A", "B"),
-    same: Collection[str] = (),
     progress: Progress | None,
     executor: Executor,
 ) -> Compared:
     """Compare the models and optimizers of two checkpoints.
 
-    ``called``: what the sides are called in words. ``same``: files that are equal in every byte on
-    both sides, whose tensors need not be read. Raises as ``pair_optimizers`` does, ChangedError,
-    OSError.
+    Raises as ``pair_optimizers`` does, ChangedError, OSError.
     """
     optimizers, not_paired, is_complete = pair_optimizers(
-        left, right, model=model, tolerance=tolerance, called=called
+        left, right, model=model, tolerance=tolerance
     )
     pairs: dict[tuple[int, int, str, str], Pair] = {}  # each once: a tie has several names
     found: dict[tuple[int, int, str, str], Tally | None] = {}
@@ -289,11 +285,7 @@ def compare(
     def key(a: StoredTensor, b: StoredTensor) -> tuple[int, int, str, str]:
         return id(a.layout), id(b.layout), a.dtype, b.dtype
 
-    def collect(
-        matched: Iterable[Matched], of: Callable[[Matched], Tensors], files: Collection[object]
-    ) -> None:
-        if files and {str(file) for file in files} <= set(same):
-            return
+    def collect(matched: Iterable[Matched], of: Callable[[Matched], Tensors]) -> None:
         for a, b in map(of, matched):
             if a is not None and b is not None and a.shape == b.shape:
                 pairs.setdefault(key(a, b), (a, b))
@@ -321,9 +313,9 @@ def compare(
         _Draft(*both) for both in pair_models(left.checkpoint.weights, right.checkpoint.weights)
     ]
     for draft in drafts:
-        collect(draft.matched, draft.of, draft.common_files)
+        collect(draft.matched, draft.of)
     for pair in optimizers:
-        collect(pair.matched, pair.of, pair.a.files if pair.a.files == pair.b.files else ())
+        collect(pair.matched, pair.of)
     differing = compare_tensors(list(pairs.values()), tolerance, progress, executor)
     found |= {one: differing[number] for number, one in enumerate(pairs) if number in differing}
     return Compared(
@@ -353,7 +345,7 @@ def compare(
                     strategy_b=pair.b.strategy.value,
                     names=pair.words,
                     tensors=tuple(finished(one, *pair.of(one)) for one in pair.matched),
-                    values=sum(pair.values.values()),
+                    values=pair.values,
                     differences=pair.differences,
                 ),
             )
@@ -365,9 +357,7 @@ def compare(
 
 
 class _Draft:
-    """A pair of models, or one alone, before their tensors are read. ``common_files``: their files,
-    where both sides have them under the same names.
-    """
+    """A pair of models, or one alone, before their tensors are read."""
 
     def __init__(self, a: Weights | None, b: Weights | None) -> None:
         self.a, self.b = a, b
@@ -376,8 +366,6 @@ class _Draft:
         matched, self.names = match_names(self._left, self._right)
         self.ties = tied_keys(matched, a, b)
         self.matched = without_ties(matched, self.ties)
-        is_alike = a is not None and b is not None and (a.files, a.path) == (b.files, b.path)
-        self.common_files = a.files if a is not None and is_alike else ()
 
     def of(self, one: Matched) -> Tensors:
         """Return the tensors of both sides that a matched key means."""

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.roles import Role
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.executor import THREADS, Executor
-from ckptfix.storage.files import Openable, names_in
+from ckptfix.storage.files import Openable, lexists, names_in
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, shell_path
@@ -91,8 +91,8 @@ def diff(
             *found.not_paired,
             *_settings(left, right, others),
             *_other_weights(left, right, others),
-            *_not_compared("A", left, others[0], compared[0]),
-            *_not_compared("B", right, others[1], compared[1]),
+            *_not_compared("A", left, right, others[0], compared[0]),
+            *_not_compared("B", right, left, others[1], compared[1]),
             *(
                 f"positions of models: {one.label} in A was compared with {other.label} in B, "
                 "because their keys match or no other was left"
@@ -220,14 +220,19 @@ def _other_weights(
 def _not_compared(
     side: str,
     checkpoint: StoredCheckpoint,
+    opposite: StoredCheckpoint,
     others: Sequence[PurePosixPath],
     of_optimizers: Collection[PurePosixPath],
 ) -> Iterator[str]:
-    """Yield in words what of one side was left out as a whole. ``of_optimizers``: files of those
-    that were compared.
+    """Yield in words what of one side was left out as a whole. ``others``: files that hold none of
+    what was compared; those that the ``opposite`` folder lacks are named apart. ``of_optimizers``:
+    files of those that were compared.
     """
-    if others:
-        yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
+    is_folder = opposite.only is None
+    absent = {path for path in others if is_folder and not lexists(opposite.root / path)}
+    for where, is_absent in ((f"in {side}", False), (f"only in {side}", True)):
+        if files := [str(path) for path in others if (path in absent) is is_absent]:
+            yield f"{count_of(len(files), 'other file')} {where}: {list_names(files)}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if left := left_of(weights, of_optimizers):
             label = weights.label.partition("[")[0] if weights.path else weights.label

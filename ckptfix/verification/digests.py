@@ -135,7 +135,7 @@ def compare(
     digests = recorded.digests(contents.weights, contents.unreadable)
     places = named_results(contents, hashed)
     tensors = list(_tensor_judgements(contents, recorded, digests, places))
-    homes = tensor_homes(contents)
+    homes = _tensor_homes(contents)
     intact = _intact_files(tensors, homes)
     files = list(_file_items(contents, recorded, hashed, intact))
     yield from files
@@ -270,7 +270,7 @@ def file_without_digest(name: str, contents: Contents, recorded: Recorded) -> It
     return file_item(name, Outcome.DIFFER if differs else Outcome.NOT_CHECKED, Change.EXTRA, text)
 
 
-def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:
+def _tensor_homes(contents: Contents) -> dict[TensorLocation, str]:
     """Return the file that each tensor begins in, relative to the checkpoint."""
     homes = {}
     for weights in contents.weights:

@@ -241,14 +241,12 @@ def without_ties(matched: Sequence[Matched], ties: Iterable[TiedKey]) -> tuple[M
     return tuple(pair for pair in matched if pair.name not in names)
 
 
-def ties_in_words(
-    ties: Sequence[TiedKey], labels: Sequence[str | None], a: str = "A", b: str = "B"
-) -> Iterator[str]:
+def ties_in_words(ties: Sequence[TiedKey], labels: Sequence[str | None]) -> Iterator[str]:
     """Yield a sentence for each side that alone has keys of tied weights.
 
-    ``labels``: of the model on each side. ``a``, ``b``: names of the sides in messages.
+    ``labels``: of the model on each side.
     """
-    for side, label, where in (("A", labels[0], a), ("B", labels[1], b)):
+    for side, label in zip("AB", labels, strict=True):
         keys = [tie.name for tie in ties if tie.side == side]
         partners = dict.fromkeys(tie.tied_to for tie in ties if tie.side == side)
         if keys:
@@ -258,7 +256,7 @@ def ties_in_words(
                 else ("are", "they are the same tensors as")
             )
             yield (
-                f"tied weights in {label}: {list_names(keys)} {verb} only in {where}, where {same} "
+                f"tied weights in {label}: {list_names(keys)} {verb} only in {side}, where {same} "
                 f"{list_names(partners)}; safetensors files store only one key of tied weights"
             )
 

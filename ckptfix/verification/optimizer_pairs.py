@@ -9,7 +9,6 @@ tensor with one strategy and a number with another, so its number is compared; s
 hyperparameters, for each parameter, as param groups are not the same in every strategy.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -76,13 +75,6 @@ def open_side(path: Openable, *, lone_shard: bool = False) -> Side:
             root=given if is_folder else given.parent, only=None if is_folder else given.name
         )
         return Side(checkpoint, optimizers)
-    return side_of(checkpoint)
-
-
-def side_of(checkpoint: StoredCheckpoint) -> Side:
-    """Return an opened checkpoint with the optimizers in its folder, or in its lone file. Raises
-    OSError.
-    """
     try:
         return Side(checkpoint, open_optimizers(checkpoint.root / (checkpoint.only or "")))
     except OperationError as error:
@@ -103,8 +95,8 @@ class OptimizerPair(Struct, frozen=True, kw_only=True):
     """An optimizer of each side, under the same names.
 
     ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds
-    them. ``words``: how names were matched, "" for as they are. ``values``: state of one element or
-    hyperparameter -> of how many parameters it was compared. ``differences``: those that differ.
+    them. ``words``: how names were matched, "" for as they are. ``values``: number of states of
+    one element and of hyperparameters that were compared. ``differences``: those that differ.
     ``notes``: what was not compared, in words.
     """
 
@@ -113,7 +105,7 @@ class OptimizerPair(Struct, frozen=True, kw_only=True):
     matched: tuple[Matched, ...]
     tensors: tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]
     words: str
-    values: Mapping[str, int]
+    values: int
     differences: tuple[ValueDiff, ...]
     notes: tuple[str, ...] = ()
 
@@ -147,17 +139,17 @@ def pair_optimizers(
     *,
     model: str | Callable[[], Any] | None = None,
     tolerance: Tolerance | None = None,
-    called: tuple[str, str] = ("A", "B"),
 ) -> Pairing:
     """Return the pairs of optimizers that can be compared, and in words those that cannot.
 
     ``model``: "module:factory", or the function, that makes the models of the run, for parameters
-    that are numbered. ``tolerance``: for values of one element. ``called``: what the sides are
-    called. Raises UsageError for a factory that does not work, OSError.
+    that are numbered. ``tolerance``: for values of one element.
+
+    Raises UsageError for a factory that does not work, OSError.
     """
     notes = [
         f"optimizers in {side}: {one.unread}"
-        for side, one in zip(called, (left, right), strict=True)
+        for side, one in zip("AB", (left, right), strict=True)
         if one.unread
     ]
     if left.unread or right.unread:
@@ -167,18 +159,16 @@ def pair_optimizers(
     is_complete = True
     for a, b in _by_position(left.optimizers, right.optimizers):
         if a is None or b is None:
-            one, (side, other) = (b, reversed(called)) if a is None else (a, called)
+            one, (side, other) = (b, "BA") if a is None else (a, "AB")
             assert one is not None, "of one side at least"
             notes.append(
                 f"optimizer {one.label} in {side}: {other} has no optimizer at this position"
             )
             continue
         try:
-            pairs.append(_pair(*_named((left, a), (right, b), model), tolerance, called))
+            pairs.append(_pair(*_named((left, a), (right, b), model), tolerance))
         except OperationError as error:
-            notes.append(
-                f"optimizer {a.label} in {called[0]} and {b.label} in {called[1]}: {error}"
-            )
+            notes.append(f"optimizer {a.label} in A and {b.label} in B: {error}")
             is_complete = False
     return Pairing(
         tuple(pairs), tuple(notes), is_complete and all(pair.is_complete for pair in pairs)
@@ -282,18 +272,18 @@ def _with_names(
 
 
 class _Values:
-    """States of one element and hyperparameters, and which of them differ. ``counts``: how often
-    each was compared.
+    """States of one element and hyperparameters, and which of them differ. ``count``: how many
+    were compared.
     """
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self._tolerance = tolerance
         self._found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
-        self.counts: Counter[str] = Counter()
+        self.count = 0
 
     def note(self, files: OpenFiles, key: str, a: Any, b: Any, name: str) -> None:
         """Compare two values of a parameter."""
-        self.counts[key] += 1
+        self.count += 1
         one, other = _comparable(a, files), _comparable(b, files)
         if not _are_equal(one, other, self._tolerance):
             self._found.setdefault((key, repr(one), repr(other)), (one, other, []))[2].append(name)
@@ -311,7 +301,6 @@ def _pair(
     b: OptimizerState,
     words: str,
     tolerance: Tolerance | None,
-    called: tuple[str, str],
 ) -> OptimizerPair:
     states = _states(a, b), _states(b, a)
     parameters, removed = match_names(
@@ -368,9 +357,9 @@ def _pair(
         matched=tuple(matched),
         tensors=tensors,
         words="; ".join(filter(None, (words, removed))),
-        values=values.counts,
+        values=values.count,
         differences=values.differences(),
-        notes=tuple(_left_out((a, b), called, alone, begun, unlisted)),
+        notes=tuple(_left_out((a, b), alone, begun, unlisted)),
     )
 
 
@@ -508,7 +497,6 @@ def _is_zero(value: StateValue, files: OpenFiles) -> bool:
 
 def _left_out(
     states: tuple[OptimizerState, OptimizerState],
-    called: tuple[str, str],
     alone: Iterable[tuple[int, str]],
     begun: Sequence[str],
     unlisted: Sequence[str],
@@ -530,7 +518,7 @@ def _left_out(
             "parameters that never had a gradient"
         )
     for number, state in enumerate(states):
-        where = f"{state.label} in {called[number]}"
+        where = f"{state.label} in {'AB'[number]}"
         if keys := [key for side, key in alone if side == number]:
             yield f"hyperparameters only in {where}: {list_names(keys)}"
         if unread := _unread(state):

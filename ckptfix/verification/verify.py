@@ -32,7 +32,7 @@ from ckptfix.storage.executor import THREADS, Executor
 from ckptfix.storage.files import Openable
 from ckptfix.storage.opened import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, SIGNED, command, described, existing
+from ckptfix.storage.paths import JOURNAL, SIGNED, command, described
 from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
@@ -58,14 +58,13 @@ of a checkpoint.
 """
 
 
-@takes_urls("path", "against", "signatures", "statements", "sha256sums")
+@takes_urls("path", "signatures", "statements", "sha256sums")
 @paused_gc()
 def verify(
     path: Openable,
     *,
     data: bool = False,
     against: Openable | None = None,
-    model: str | None = None,
     signatures: Sequence[Openable] = (),
     statements: Sequence[Openable] = (),
     sha256sums: Sequence[Openable] = (),
@@ -75,11 +74,8 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
 
-    ``data``: look at the values of all weights, in the same pass. ``against``: compare with another
-    checkpoint, of any format, instead of the manifest, its optimizer included. ``model``:
-    "module:factory" of the models of the run, for an optimizer that numbers its parameters where
-    the other one names them. ``progress`` is called with numbers of bytes.
-    ``executor``: shares the work.
+    ``data``: look at the values of all weights, in the same pass. ``against``: removed in 0.6.0; it
+    raises UsageError. ``progress`` is called with numbers of bytes. ``executor``: shares the work.
 
     ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model
     Signing has them, instead of the manifest; ``statements``: with statements whoever wrote them;
@@ -93,15 +89,15 @@ def verify(
     cannot be read. What cannot be read of a file is in the report, and so is a signature that is
     not right.
     """
-    if against is not None and (signatures or statements or sha256sums):
-        raise UsageError("--against cannot be combined with --signature, --oms or --sha256sums")
+    if against is not None:
+        raise UsageError("verify(against=...) was removed in 0.6.0; use ckptfix.diff(path, other)")
     target = find_target(path)
     contents = read_contents(target)
     is_attested = bool(signatures or statements or sha256sums or trust)
-    manifest = None if against is not None or is_attested else readable_manifest(target.root)
+    manifest = None if is_attested else readable_manifest(target.root)
     hub: RecordedByHub | None = None
     upload: Evidence | None = None
-    if not is_attested and against is None and not has_digests(manifest):
+    if not is_attested and not has_digests(manifest):
         uncovered = uncovered_weights(contents)
         weights = {str(path) for one in contents.weights for path in one.files} | {*uncovered}
         found = find_sums(target.root, weights or contents.files)
@@ -129,7 +125,7 @@ def verify(
             contents,
             target,
             data=data,
-            leaves_records=against is None,
+            leaves_records=True,
             progress=progress,
             executor=executor,
         )
@@ -137,46 +133,31 @@ def verify(
         if not (recorded.sha256 or recorded.sizes or is_attested or hub is not None):
             raise
         shape = Structure((), (), ())  # what it lists is missing, each file is named
+    hashed, every = hash_recorded(
+        contents, recorded, shape.records, data=data, progress=progress, executor=executor
+    )
+    shape = settled(every, shape, contents, target, progress, executor)
+    if isinstance(recorded, Attested):
+        recorded.place(hashed)
+    # Without a statement of tensors, they are parts of files that are compared, and have no
+    # verdict of their own.
+    is_of_files = hub is not None or (is_attested and evidence.tensors is None)
+    compared = replace(contents, weights=(), unreadable={}) if is_of_files else contents
+    items = tuple(compare(compared, recorded, hashed))
+    lost = tuple(_lost(compared, recorded, data=data))
+    told = evidence.not_checked
+    if not is_attested:
+        told = (*told, *_unverified_signatures(target))
     downloaded, saved_over = None, ""
+    if hub is not None:
+        items, downloaded, saved_over = hub.judged(items)
+        told = (*told, *hub.not_checked())
+    crossed = ""
     notes: tuple[str, ...] = ()
-    if against is not None:
-        # It compares numbers, which takes numpy.
-        from ckptfix.verification.against import compare_with
-
-        comparison = compare_with(
-            contents,
-            existing(against),
-            data=data,
-            model=model,
-            progress=progress,
-            executor=executor,
-        )
-        items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
-        lost: tuple[str, ...] = ()
-        crossed, notes = comparison.crossed, comparison.notes
-    else:
-        done, every = hash_recorded(
-            contents, recorded, shape.records, data=data, progress=progress, executor=executor
-        )
-        shape = settled(every, shape, contents, target, progress, executor)
-        if isinstance(recorded, Attested):
-            recorded.place(done)
-        # Without a statement of tensors, they are parts of files that are compared, and have no
-        # verdict of their own.
-        is_of_files = hub is not None or (is_attested and evidence.tensors is None)
-        compared = replace(contents, weights=(), unreadable={}) if is_of_files else contents
-        items, hashed = tuple(compare(compared, recorded, done)), done
-        lost = tuple(_lost(compared, recorded, data=data))
-        told, crossed = evidence.not_checked, ""
-        if not is_attested:
-            told = (*told, *_unverified_signatures(target))
-        if hub is not None:
-            items, downloaded, saved_over = hub.judged(items)
-            told = (*told, *hub.not_checked())
-        if isinstance(recorded, Attested):
-            items, crossed = (*items, *recorded.added), recorded.crossed
-            notes = tuple(recorded.notes)
-            told = (*told, *_own_folders(contents, evidence))
+    if isinstance(recorded, Attested):
+        items, crossed = (*items, *recorded.added), recorded.crossed
+        notes = tuple(recorded.notes)
+        told = (*told, *_own_folders(contents, evidence))
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()
     if data:
@@ -192,7 +173,6 @@ def verify(
         items=items,
         values=values,
         sealed=manifest is not None,
-        against=None if against is None else existing(against),
         crossed=crossed,
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, read, data=data)),
         unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
@@ -202,7 +182,7 @@ def verify(
         notes=notes,
         hub=downloaded,
     )
-    if report.is_compared or against is not None:
+    if report.is_compared:
         return report
     if is_attested:
         sources = series([str(one.path) for one in evidence.attestations])

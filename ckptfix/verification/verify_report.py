@@ -112,14 +112,13 @@ class Kind(Enum):
 
     FILE = "file"
     TENSOR = "tensor"
-    VALUE = "optimizer value"  # a hyperparameter of an optimizer, or a state of one element
 
 
 class Item(Serialized, Struct, frozen=True):
-    """The verdict on one file, tensor or value.
+    """The verdict on one file or tensor.
 
-    ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds
-    it, or held it; of a value the optimizer. ``change``: what happened to it, None where it matches
+    ``name``: the relative path, or the name of the tensor. ``where``: the file that holds it, or
+    held it. ``change``: what happened to it, None where it matches
     and where nothing is known. ``text``: the sentence, "" for a match. ``other``: the file that it
     is now or was swapped with, or that holds what it is now, "" when there is none.
     """
@@ -212,17 +211,17 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     ``root``: the folder of ``path``, to which the paths of findings are relative. ``findings``: of
     the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
-    ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the
-    other checkpoint. ``crossed``: models in each other's place, in words, "" when none do.
-    ``not_checked``: in words. ``unfinished``: what could not be read, in words. ``read_values``:
-    how many tensors ``--data`` looked at. ``no_digest``: why no digest was compared, and what to
+    ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``crossed``: models
+    in each other's place, in words, "" when none do. ``not_checked``: in words. ``unfinished``:
+    what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
+    ``no_digest``: why no digest was compared, and what to
     type, "" when one was. ``statements``: what was compared with instead of the manifest,
     ``again``: the command that does it again. ``notes``: what that passes over, in words. ``hub``:
     the download that it was compared with where there is no manifest.
     """
 
     json_keys: ClassVar = (
-        "path status sealed verified=is_verified no_digest against findings items crossed values "
+        "path status sealed verified=is_verified no_digest findings items crossed values "
         "not_checked unfinished statements notes hub?"
     )
 
@@ -233,7 +232,6 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     items: tuple[Item, ...]
     values: tuple[ValueFinding, ...] = ()
     sealed: bool = False
-    against: AnyPath | None = None
     crossed: str = ""
     not_checked: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
@@ -251,10 +249,8 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
 
     @property
     def is_verified(self) -> bool:
-        """Return whether anything was verified at all: by a digest, by another checkpoint, or by
-        its values.
-        """
-        return self.is_compared or self.against is not None or bool(self.read_values)
+        """Return whether anything was verified at all: by a digest, or by its values."""
+        return self.is_compared or bool(self.read_values)
 
     @property
     def status(self) -> int:
@@ -301,7 +297,6 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         """Yield what differs, each by name, then how many match, what was not checked, and how much
         is wrong.
         """
-        against = f" against {self.against}" if self.against is not None else ""
         totals = {kind: sum(self.count(kind).values()) for kind in Kind}
         counts = [
             count_of(number, kind.value)
@@ -312,9 +307,7 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         ]
         if any(one.problem for one in self.statements):
             counts = ["not compared"]
-        yield line(
-            f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True
-        )
+        yield line(f"{self.path}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
         # A problem is the last line.
         yield from (one.line for one in self.statements if not one.problem)
         if self.hub is not None and not self.no_digest:
@@ -379,7 +372,7 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
         for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
             yield line(f"next, for {code}, which no repair can fix: {ADVICE[code]}")
         changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
-        if not changed or self.against is not None:
+        if not changed:
             return
         if self.statements:
             yield from self._advice_on_statements()
@@ -463,5 +456,5 @@ def _unchecked_lines(items: Sequence[Item], *, names_all: bool = False) -> Itera
         what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
         if names_all and len(same) > 1:
             what += f" ({list_names(item.name for item in same)})"
-        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ", "differs")) else ""
+        each = "each " if len(same) > 1 and reason.startswith("is ") else ""
         yield unchecked_line(f"{what}: {each}{reason if each else after_colon(reason)}")

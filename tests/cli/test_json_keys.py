@@ -36,8 +36,8 @@ SEAL = [
     "differing", "unreadable", "special", "transaction", "statements", "signed_by",
 ]  # fmt: skip
 VERIFY = [
-    "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed",
-    "values", "not_checked", "unfinished", "statements", "notes",
+    "path", "status", "sealed", "verified", "no_digest", "findings", "items", "crossed", "values",
+    "not_checked", "unfinished", "statements", "notes",
 ]  # fmt: skip
 SHARE = ["path", "share", "units", "resumed", "bytes", "unread", "status"]
 SCRUB = [

@@ -88,16 +88,6 @@ def test_values_are_printed_with_their_code(
     assert printed(capsys)["values"][0]["code"] == "nonfinite"
 
 
-def test_against(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = folder.parent / "other"
-    shutil.copytree(folder, other)
-    assert run(["verify", str(folder), "--against", str(other)]) == 0
-    assert f"{folder} against {other}: " in capsys.readouterr().out
-    flip(place(other, "fc1.weight").path, place(other, "fc1.weight").offset)
-    assert run(["verify", str(folder), "--against", str(other), "--json"]) == 1
-    assert printed(capsys)["against"] == str(other)
-
-
 def test_many_items_are_not_all_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file(
         {f"w.{number}": torch.ones(2) for number in range(50)}, tmp_path / "model.safetensors"

@@ -697,7 +697,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     [
         ("seal", "run/checkpoint_1"),
         ("check", "-r", "run"),
-        ("verify", str(ROOT / "fixtures"), "--against", "run/checkpoint_1"),
         ("diff", "run/checkpoint_1", "run/checkpoint_1"),
         ("migrate", "run/checkpoint_1", "new", "--to", "bin"),
         ("repair", "run/checkpoint_1"),

@@ -157,9 +157,6 @@ def test_every_golden_folder_gets_an_answer(
         [".", "--repeats", "0"],
         [".", "--device-map", "auto", "--html", "/nonexistent/report.html"],
         [".", "--html", "report.html"],
-        [".", "--against", ".", "--device-map", "auto"],
-        [".", "--against", ".", "--model", "m:f"],
-        [".", "--against", "/nonexistent"],
         ["--no-such-option"],
     ],
 )
@@ -172,6 +169,28 @@ def test_wrong_usage_is_status_2(
     monkeypatch.chdir(folder)
     assert run(["verify", *arguments, "--json"]) == 2
     assert printed(capsys)["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (["a", "--against", "b c"], "ckptfix diff a 'b c'"),
+        (["--against", "b"], "ckptfix diff . b"),
+        (
+            ["s3://bucket/a", "c", "--against", "-b", "--data"],
+            "ckptfix diff s3://bucket/a ./-b; ckptfix diff c ./-b",
+        ),
+        (["a", "--against", "b", "--model", "m:f"], "ckptfix diff --model m:f a b"),
+    ],
+)
+def test_the_old_comparison_says_what_to_type(
+    arguments: list[str], steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", *arguments]) == 2
+    expected = f"ckptfix: --against was removed in 0.6.0; next: {steps}\n"
+    assert capsys.readouterr().err == expected
+    assert run(["verify", "--help", "--all"]) == 0
+    assert "--against" not in capsys.readouterr().out
 
 
 def test_what_could_not_be_finished_is_status_3(

@@ -36,7 +36,7 @@ VERBS: dict[str, tuple[Path, list[list[str]]]] = {
     "repair": (DOUBLED, [["repair", "--dry-run", "AT"], ["repair", "AT"], ["undo", "AT"]]),
     "repair a copy": (DOUBLED, [["repair", "AT", "--output", f"{URL}-repaired"]]),
     "seal": (CLEAN, [["seal", "AT"], ["verify", "AT"], ["verify", "--data", "AT"]]),
-    "diff": (CLEAN, [["diff", "AT", "AT"], ["verify", "AT", "--against", "AT"]]),
+    "diff": (CLEAN, [["diff", "AT", "AT"]]),
     "scrub": (CLEAN, [["scrub", "ABOVE", "--state", "OUT/state"]]),
     "migrate": (CLEAN, [["migrate", "AT", "OUT/new", "--to", "bin"]]),
     "migrate to a URL": (CLEAN, [["migrate", "AT", f"{URL}-new", "--to", "bin"]]),

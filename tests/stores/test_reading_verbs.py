@@ -110,7 +110,7 @@ def test_an_s3_server_is_as_good_as_a_folder(
     folder, url = tmp_path / "my runs" / "checkpoint", f"{bucket}/my runs/checkpoint"
     prepared(source, folder, url)
     shutil.copytree(folder, tmp_path / "other")
-    for words in (["check", "AT"], ["verify", "AT", "--against", tmp_path / "other"]):
+    for words in (["check", "AT"], ["diff", "AT", tmp_path / "other"]):
         same(said, folder, url, *words)
 
 

@@ -588,7 +588,6 @@ def test_what_no_statement_can_cover_is_refused(folder: Path) -> None:
         ({"statements": ["f"], "sha256sums": ["s"]}, "both list files; pass only one"),
         ({"statements": ["gone"]}, "gone does not exist"),
         ({"statements": [TENSORS]}, "did you mean c/tensors.oms.json?"),
-        ({"statements": ["a"], "against": "c"}, "--against cannot be combined with"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

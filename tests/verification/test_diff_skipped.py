@@ -149,3 +149,48 @@ def test_a_shard_alone(tmp_path: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(OperationError, match="is missing"):
         diff(folder, tmp_path / "x.safetensors")
+
+
+def test_files_that_only_one_folder_has_are_named(tmp_path: Path) -> None:
+    for side in "ab":
+        (tmp_path / side / "tokenizer").mkdir(parents=True)
+        (tmp_path / side / "tokenizer" / "vocab.json").write_text("{}")
+        save_file(module(0), tmp_path / side / "model.safetensors")
+    (tmp_path / "a" / "tokenizer" / "merges.txt").write_text("a b")
+    common = [f"1 other file in {side}: 'tokenizer/vocab.json'" for side in "AB"]
+    lone = "1 other file only in {}: 'tokenizer/merges.txt'"
+    assert [*diff(tmp_path / "a", tmp_path / "b").not_compared] == [
+        common[0],
+        lone.format("A"),
+        common[1],
+    ]
+    assert [*diff(tmp_path / "b", tmp_path / "a").not_compared] == [*common, lone.format("B")]
+    # Nothing is expected next to a lone file.
+    alone = diff(tmp_path / "a", tmp_path / "b" / "model.safetensors")
+    files = "'tokenizer/merges.txt', 'tokenizer/vocab.json'"
+    assert list(alone.not_compared) == [f"2 other files in A: {files}"]
+
+
+def test_a_file_that_holds_the_weights_of_one_side_is_not_only_on_the_other(tmp_path: Path) -> None:
+    for side in "ab":
+        (tmp_path / side).mkdir()
+        torch.save(module(0), tmp_path / side / "pytorch_model.bin")
+    save_file(module(0), tmp_path / "b" / "model.safetensors")
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert (report.models[0].a, report.models[0].b) == ("pytorch_model.bin", "model.safetensors")
+    assert list(report.not_compared) == ["1 other file in B: 'pytorch_model.bin'"]
+
+
+def test_other_weights_next_to_a_model_have_a_command(tmp_path: Path) -> None:
+    for number, side in enumerate("ab"):
+        (tmp_path / side).mkdir()
+        save_file(module(0), tmp_path / side / "model.safetensors")
+        torch.save(module(number), tmp_path / side / "pytorch_model.bin")
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert report.status == 0
+    files = [tmp_path / side / "pytorch_model.bin" for side in "ab"]
+    assert report.not_compared[0] == (
+        "weights in pytorch_model.bin: another model in its folder is loaded first; to compare "
+        f"them: ckptfix diff {files[0]} {files[1]}"
+    )
+    assert diff(*files).status == 1

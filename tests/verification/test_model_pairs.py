@@ -1,14 +1,13 @@
-"""Pairs of models that ``diff`` and ``verify --against`` compare."""
+"""Pairs of models that ``diff`` compares."""
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix import UsageError, diff, verify
+from ckptfix import diff
 from ckptfix.verification.diff_page import html_page
-from ckptfix.verification.verify_report import Kind, Outcome
+from ckptfix.verification.diff_report import Outcome
 
 State = dict[str, torch.Tensor]
 
@@ -48,28 +47,16 @@ def test_models_at_other_positions_are_paired_by_their_names(tmp_path: Path) -> 
     )
     assert not found.not_compared
     assert found.as_json()["crossed"] in html_page(found)
-    report = verify(one, against=other)
-    assert report.count(Kind.TENSOR) == {
-        Outcome.MATCH: 6,
-        Outcome.DIFFER: 0,
-        Outcome.NOT_CHECKED: 0,
-    }
-    assert report.status == 1
-    assert (
-        report.crossed
-        == f"model.safetensors in {one} matches model_1.safetensors in {other}, model_1.safetensors "
-        f"in {one} matches model.safetensors in {other}: a load would mix up the models"
-    )
+    assert found.count(Outcome.EQUAL) == 6
     lone = folder(tmp_path / "c", model("teacher"))
     assert positions(one, lone) == [
         ("model.safetensors", None),
         ("model_1.safetensors", "model.safetensors"),
     ]
-    alone = verify(lone, against=one)
-    assert alone.count(Kind.TENSOR)[Outcome.MATCH] == 3
+    alone = diff(lone, one)
+    assert alone.count(Outcome.EQUAL) == 3
     assert not alone.crossed, "one side has no second position"
-    assert f"{one / 'model_1.safetensors'}, because their keys match" in " ".join(alone.not_checked)
-    assert not diff(lone, one).crossed
+    assert "model_1.safetensors in B, because their keys match" in " ".join(alone.not_compared)
 
 
 def test_models_of_one_kind_stay_at_their_positions(tmp_path: Path) -> None:
@@ -80,7 +67,7 @@ def test_models_of_one_kind_stay_at_their_positions(tmp_path: Path) -> None:
         ("model_1.safetensors", "model_1.safetensors"),
     ]
     assert not diff(one, one).not_compared
-    assert verify(one, against=other).count(Kind.TENSOR)[Outcome.DIFFER] == 6
+    assert diff(one, other).count(Outcome.VALUES) == 6
 
 
 def test_a_wrapped_copy_is_not_taken_for_the_model_that_moved_up(tmp_path: Path) -> None:
@@ -100,16 +87,6 @@ def test_other_shapes_are_paired_by_position(tmp_path: Path) -> None:
         ("model.safetensors", "model.safetensors"),
         ("model_1.safetensors", "model_1.safetensors"),
     ]
-
-
-def test_a_folder_whose_checkpoints_lie_below_is_no_wall_of_differences(tmp_path: Path) -> None:
-    one = folder(tmp_path / "a", model("s"))
-    folder(tmp_path / "outer" / "unet", model("s"))
-    with pytest.raises(UsageError, match=r"outer has no model weights; name .* '.*outer/unet'"):
-        verify(one, against=tmp_path / "outer")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty has no model weights$"):
-        verify(one, against=tmp_path / "empty")
 
 
 def test_files_without_a_position_are_crossed_by_their_names(tmp_path: Path) -> None:

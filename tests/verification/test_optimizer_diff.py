@@ -17,9 +17,6 @@ from ckptfix.conversion.migrate import migrate
 from ckptfix.verification.diff import diff
 from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.diff_report import DiffReport, Outcome
-from ckptfix.verification.verify import verify
-from ckptfix.verification.verify_report import Kind
-from ckptfix.verification.verify_report import Outcome as Verdict
 from tests.tensors.optimizer_ranks import Net, groups, save_all
 from tests.training.ranks import run_ranks
 
@@ -143,7 +140,6 @@ def test_numbers_in_another_order_are_compared_as_torch_loads_them(
         moments.append(optimizer.state[groups(model)[0]["params"][0]]["exp_avg"])
     assert moments[0].shape != moments[1].shape or not torch.equal(*moments)
     assert diff(a, moved).status == 1
-    assert verify(a, against=moved).status == 1
 
 
 def test_groups_at_other_positions_are_different(saved: Path, tmp_path: Path) -> None:
@@ -173,7 +169,6 @@ def test_groups_at_other_positions_are_different(saved: Path, tmp_path: Path) ->
         ("param group", "number 2", "number 1", ("1", "2", "3", "4", "5")),
     ]
     assert found.values_in_words.endswith("72 of 78 values equal")
-    assert verify(a, against=b).status == 1
 
 
 def test_named_parameters_at_other_places_of_their_group_are_different(
@@ -291,10 +286,6 @@ def test_a_parameter_that_only_one_side_has_in_a_group(
         assert [(one.name, one.a, one.b, one.parameters) for one in found.differences] == [
             ("param group", "listed", "not listed", (last,))
         ]
-        against = verify(tmp_path / "listed", against=tmp_path / "unlisted")
-        assert [item.name for item in against.items if item.outcome is Verdict.DIFFER] == [
-            "param group"
-        ]
     else:
         assert report.status == 0
         assert any(f"hyperparameters of {last!r}" in words for words in report.not_compared)
@@ -365,9 +356,6 @@ def test_a_step_of_zero_is_not_of_one_parameter(
     for report in (diff(none, tmp_path / "new"), diff(tmp_path / "new", none)):
         assert (report.status, report.optimizers[0].differences) == (0, ())
         assert any(f"moments of {name!r}" in words for words in report.not_compared)
-    checked = verify(none, against=tmp_path / "new")
-    for kind in (Kind.VALUE, Kind.TENSOR, Kind.FILE):
-        assert checked.count(kind)[Verdict.DIFFER] == 0
     # Moments other than zero are those of a parameter that had gradients.
     migrate(
         never_began / "saved",
@@ -466,49 +454,6 @@ def test_the_command_line_says_it(
     )
 
 
-@pytest.mark.parametrize("name", ["sharded", "ranks"])
-def test_verify_against_another_strategy(saved: Path, name: str) -> None:
-    report = verify(saved / "full", against=saved / name)
-    assert (report.status, report.differences) == (0, [])
-    assert report.count(Kind.TENSOR)[Verdict.MATCH] == 8 + 12
-    assert report.count(Kind.VALUE)[Verdict.MATCH] == 12
-    assert not report.count(Kind.FILE)[Verdict.DIFFER]
-    assert "20 tensors, 12 optimizer values" in str(report)
-
-
-@pytest.mark.parametrize(
-    ("change", "items"),
-    [
-        (lambda state: None, []),
-        (moment, [("1.exp_avg_sq", "differs: 1")]),
-        (step, [("step", "is 2.0 (3.0 in ")]),
-        (
-            lost,
-            [
-                ("1.exp_avg", "is not in "),
-                ("1.exp_avg_sq", "is not in "),
-                ("step", "is 2.0 (not set in "),
-            ],
-        ),
-        (hyperparameter, [("betas", "is (0.8, 0.9) ((0.8, 0.91) in ")]),
-        (lambda state: state.update(more=1), [("optimizer.bin", "differs: sha256 ")]),
-    ],
-)
-def test_verify_against_finds_every_difference(
-    saved: Path,
-    tmp_path: Path,
-    change: Callable[[dict[str, Any]], None],
-    items: list[tuple[str, str]],
-) -> None:
-    report = verify(
-        make_ddp(tmp_path / "a", saved), against=make_ddp(tmp_path / "b", saved, change)
-    )
-    assert [item.name for item in report.differences] == [name for name, _ in items]
-    for item, (_, text) in zip(report.differences, items, strict=True):
-        assert item.text.startswith(text)
-    assert report.status == int(bool(items))
-
-
 @pytest.mark.slow
 def test_a_factory_that_does_not_work_is_an_error(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no_such_module"):
@@ -520,15 +465,15 @@ def test_a_factory_that_does_not_work_is_an_error(saved: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_verify_against_names_numbers_by_a_model(
+def test_the_command_line_names_numbers_by_a_model(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_ddp(tmp_path / "ddp", saved)
-    command = ["verify", str(folder), "--against", str(saved / "full")]
+    command = ["diff", str(folder), str(saved / "full")]
     assert run(command) == 0
-    assert "not checked: optimizer.bin: parameters matched by order" in capsys.readouterr().out
+    assert "(fsdp-full); parameters matched by order" in capsys.readouterr().out
     assert run([*command, "--model", "tests.tensors.optimizer_ranks:Net"]) == 0
-    assert "20 match" in capsys.readouterr().out
+    assert "(fsdp-full):\n" in capsys.readouterr().out
 
 
 def test_the_page_shows_optimizers(saved: Path, tmp_path: Path) -> None:
@@ -558,11 +503,3 @@ def test_what_migrate_writes_is_equal(saved: Path, tmp_path: Path, name: str, to
         (to, 12, 72)
     ]
     assert not any("optimizer_state_dict" in words for words in report.not_compared)
-    checked = verify(saved / name, against=tmp_path / "new")
-    assert checked.count(Kind.TENSOR) == {
-        Verdict.MATCH: 20,
-        Verdict.DIFFER: 0,
-        Verdict.NOT_CHECKED: 0,
-    }
-    assert checked.count(Kind.VALUE)[Verdict.DIFFER] == 0
-    assert not any("optimizer_state_dict" in words for words in checked.not_checked)

@@ -4,7 +4,6 @@ matches.
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -272,78 +271,8 @@ def test_wrong_usage(tmp_path: Path) -> None:
         verify(tmp_path / "gone")
     with pytest.raises(UsageError):
         verify(tmp_path)
-    folder = sealed(tmp_path / "c", "bin")
-    with pytest.raises(UsageError):
-        verify(folder, against=tmp_path / "gone")
-
-
-def test_against_another_format(tmp_path: Path) -> None:
-    folder = sealed(tmp_path / "a", "safetensors")
-    for kind in KINDS:
-        other = tmp_path / kind
-        other.mkdir()
-        KINDS[kind](other)
-        assert wrong(verify(folder, against=other))["README.md"] == ("extra", None)
-        shutil.copy(folder / "README.md", other)
-        report = verify(folder, against=other)
-        assert report.status == 0, kind
-        assert {item.outcome for item in report.items if item.change} <= {Outcome.NOT_CHECKED}
-        assert report.count(Kind.TENSOR) == {
-            Outcome.MATCH: 4,
-            Outcome.DIFFER: 0,
-            Outcome.NOT_CHECKED: 0,
-        }
-        flip(place(other, FQN).path, place(other, FQN).offset)
-        changed = verify(folder, against=other, data=True)
-        assert changed.status == 1
-        assert of(changed.items, FQN).change is Change.CHANGED
-        assert changed.count(Kind.TENSOR)[Outcome.MATCH] == 3
-
-
-def test_against_a_download_compares_files_of_the_same_name(tmp_path: Path) -> None:
-    folder = sealed(tmp_path / "a", "sharded")
-    other = tmp_path / "hub"
-    shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".ckptfix"))
-    (other / ".gitattributes").write_text("x")
-    report = verify(folder, against=other)
-    assert report.status == 1
-    assert wrong(report) == {".gitattributes": ("missing", None)}
-    assert of(report.items, ".gitattributes").outcome is Outcome.DIFFER
-    assert of(verify(other, against=folder).items, ".gitattributes").change is Change.EXTRA
-    shard = "model-00001-of-00002.safetensors"
-    assert (
-        of(verify(folder / shard, against=other).items, "README.md").outcome is Outcome.NOT_CHECKED
-    )
-    assert report.count(Kind.FILE)[Outcome.MATCH] == 4
-    (other / "README.md").write_text("b model")
-    assert wrong(verify(folder, against=other))["README.md"] == ("changed", None)
-    (other / "README.md").write_text("longer")
-    assert (
-        f"has 7 bytes (6 in {other})" in of(verify(folder, against=other).items, "README.md").text
-    )
-
-
-def test_against_other_shapes_names_and_ties(tmp_path: Path) -> None:
-    one, two = tmp_path / "a", tmp_path / "b"
-    one.mkdir()
-    two.mkdir()
-    tied = torch.randn(3, 4)
-    torch.save(
-        {"a": tied, "b": tied, "c": torch.ones(2), "here": torch.ones(1)},
-        one / "pytorch_model.bin",
-    )
-    save_file(
-        {"a": tied.clone(), "b": tied.clone(), "c": torch.ones(2, 1)}, two / "model.safetensors"
-    )
-    report = verify(one, against=two)
-    tensors = {item.name: item for item in report.items if item.kind is Kind.TENSOR}
-    assert tensors["a"].outcome is tensors["b"].outcome is Outcome.MATCH
-    assert tensors["c"].text == f"is F32 [2] (F32 [2, 1] in {two})"
-    assert tensors["here"].change is Change.EXTRA
-    back = {item.name: item for item in verify(two, against=one).items if item.kind is Kind.TENSOR}
-    assert back["here"].change is Change.MISSING
-    save_file({"z": tied.clone()}, two / "model.safetensors")
-    assert "ckptfix diff" in " ".join(verify(one, against=two).not_checked)
+    with pytest.raises(UsageError, match=r"removed in 0\.6\.0; use ckptfix\.diff\(path, other\)"):
+        verify(sealed(tmp_path / "c", "bin"), against=tmp_path / "other")
 
 
 def test_a_manifest_that_has_no_digest_of_what_is_there(tmp_path: Path) -> None:
