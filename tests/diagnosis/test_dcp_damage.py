@@ -27,6 +27,7 @@ from ckptfix.diagnosis.findings.incomplete import MissingRank
 from ckptfix.diagnosis.findings.sharded import MissingShard
 from fixtures import golden_dcp
 from tests.repairs.dcp_folders import MODEL, ONCE, OPTIMIZER, change, copy, snapshot
+from tests.sampling import sampled
 from tests.tensors.dcp_making import save
 
 BARE = Policy(keys=Keys.BARE)
@@ -390,17 +391,14 @@ def other_keys(content: Metadata) -> None:
 
 
 @pytest.mark.parametrize("edit", [escape, huge, twice, no_planner, no_storage, other_keys])
-@pytest.mark.parametrize("policy", [Policy(), BARE], ids=["auto", "bare"])
-def test_lies_in_the_metadata(
-    tmp_path: Path, edit: Callable[[Metadata], None], policy: Policy
-) -> None:
+def test_lies_in_the_metadata(tmp_path: Path, edit: Callable[[Metadata], None]) -> None:
     folder = nested(tmp_path)
     change(folder / MODEL, edit)
     outside = tmp_path / "outside.distcp"
     outside.write_bytes(b"mine")
     before = check(folder).findings
     assert before
-    receipt = repair(folder, policy=policy)
+    receipt = repair(folder, policy=BARE)
     assert outside.read_bytes() == b"mine"
     if receipt.transaction is not None:
         assert len(check(folder).findings) <= len(before)
@@ -412,10 +410,9 @@ def test_mutated_metadata_never_stops_a_check(tmp_path: Path, folder: str) -> No
     root = copy(tmp_path, "fsdp2-nested")
     path = root / folder / ".metadata"
     whole = path.read_bytes()
-    dice = random.Random(0)
     said = set()
-    for _ in range(150):
-        data = bytearray(whole)
+    for number in sampled(range(152)):
+        dice, data = random.Random(number), bytearray(whole)
         for _ in range(dice.choice((1, 1, 2, 8))):
             data[dice.randrange(len(data))] = dice.randrange(256)
         if dice.random() < 0.2:

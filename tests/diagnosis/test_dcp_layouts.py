@@ -29,10 +29,15 @@ def save_run(tmp_path: Path, layout: str, state: dict[str, Any]) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("keys", Keys)
 @pytest.mark.parametrize(
-    ("layout", "flattened"),
-    [("one", True), ("one", False), ("two", True), ("two", False), ("mixed", True)],
+    ("layout", "flattened", "keys"),
+    [
+        *(("one", True, keys) for keys in Keys),
+        *(("two", False, keys) for keys in Keys),
+        ("one", False, Keys.AUTO),
+        ("two", True, Keys.AUTO),
+        ("mixed", True, Keys.AUTO),
+    ],
 )
 def test_a_correct_script_loads_what_was_trained(
     tmp_path: Path, layout: str, flattened: bool, keys: Keys
@@ -119,8 +124,9 @@ def old_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nested_dict, "traverse_state_dict", traverse_state_dict_v_2_3)
 
 
-@pytest.mark.parametrize("keys", Keys)
-@pytest.mark.parametrize("layout", ["one", "two"])
+@pytest.mark.parametrize(
+    ("layout", "keys"), [*(("one", keys) for keys in Keys), ("two", Keys.AUTO)]
+)
 def test_groups_in_one_item(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, keys: Keys
 ) -> None:

@@ -45,28 +45,6 @@ def llama(**options: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **{"intermediate_size": 32, **options}))
 
 
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
-    )
-
-
-def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 64,
-    }
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
-
-
 def mixtral(**options: Any) -> Any:
     """Return a model whose experts are one parameter in memory, and several tensors in its file."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -123,29 +101,18 @@ class WithValueHead(torch.nn.Module):  # type: ignore[misc]
 HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "model": (llama, {}),
     "tied": (lambda: llama(tie_word_embeddings=True), {}),
-    "tied gpt2": (gpt2, {}),
-    "shared by encoder and decoder": (t5, {}),
-    "decay": (llama, {"weight_decay": 0.1}),
     "frozen": (lambda: frozen(llama(), "layers.0"), {}),
     "experts": (mixtral, {}),
     "frozen experts": (lambda: frozen(mixtral(), "embed"), {}),
     "split queries": (nomic_bert, {}),
-    "frozen, with split queries": (lambda: frozen(nomic_bert(), "embed"), {}),
     "lora": (lora, {}),
     "lora and a module": (lambda: lora(modules_to_save=["lm_head"]), {}),
-    "lora of embeddings": (lambda: lora(target_modules=["q_proj", "embed_tokens"]), {}),
     "dora": (lambda: lora(use_dora=True), {}),
-    "lora in an optimizer of the whole model": (
-        lora,
-        {"make_optimizer": of_every_parameter},
-    ),
+    "lora in an optimizer of the whole model": (lora, {"make_optimizer": of_every_parameter}),
     "prefix": (prefix, {}),
     "value head": (WithValueHead, {}),
-    "fused": (llama, {"optim": "adamw_torch_fused"}),
     "adafactor": (llama, {"optim": "adafactor"}),
     "sgd": (llama, {"optim": "sgd"}),
-    "rmsprop": (llama, {"optim": "rmsprop"}),
-    "adagrad": (llama, {"optim": "adagrad"}),
 }
 
 
@@ -157,7 +124,6 @@ _SKIPPED = {
     "experts": _CONVERTED_WEIGHTS,
     "frozen experts": _CONVERTED_WEIGHTS,
     "split queries": _CONVERTED_WEIGHTS,
-    "frozen, with split queries": _CONVERTED_WEIGHTS,
     "prefix": "the folder may not have all of its weights",
     "adafactor": "its class may keep different shapes; only parameter counts were compared",
 }
@@ -183,10 +149,21 @@ def told(root: Path) -> list[str]:
     ]
 
 
-def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
-    # The Trainer's default is a fused optimizer, which checks no shape and writes beyond the
-    # moments.
-    root = run(tmp_path / "a", llama(), optim="adamw_torch")
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of a llama.
+
+    The Trainer's default is a fused optimizer, which checks no shape and writes beyond the moments.
+    """
+    return run(tmp_path_factory.mktemp("saved"), llama(), optim="adamw_torch")
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run/checkpoint-2"))
+
+
+def test_an_optimizer_of_a_wider_model_is_reported(root: Path, tmp_path: Path) -> None:
     wide = run(tmp_path / "b", llama(intermediate_size=48), optim="adamw_torch")
     shutil.copyfile(wide / "optimizer.pt", root / "optimizer.pt")
     with pytest.raises(RuntimeError):
@@ -198,8 +175,9 @@ def test_an_optimizer_of_a_wider_model_is_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_an_optimizer_with_as_many_elements_in_other_shapes_is_reported(tmp_path: Path) -> None:
-    root = run(tmp_path / "a", llama(), optim="adamw_torch")
+def test_an_optimizer_with_as_many_elements_in_other_shapes_is_reported(
+    root: Path, tmp_path: Path
+) -> None:
     saved = torch.load(root / "optimizer.pt", weights_only=True)
     for state in saved["state"].values():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -254,13 +232,12 @@ def test_an_adapter_of_another_rank_than_the_moments_is_reported(tmp_path: Path)
 
 
 def test_a_lost_weight_is_reported_that_the_trainer_starts_anew_without_an_error(
-    tmp_path: Path,
+    root: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    root = run(tmp_path / "a", llama())
     weights = load_file(root / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, root / "model.safetensors", {"format": "pt"})
-    run(tmp_path / "c", llama(), resumed=str(root), max_steps=4)
+    run(tmp_path / "c", llama(), resumed=str(root), max_steps=4, optim="adamw_torch")
     assert told(root) == ["optimizer.pt: 21 parameters, but the checkpoint has 20 weight tensors"]
