@@ -8,7 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,31 +43,67 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return root
 
 
-LOADS = """
+JOBS = """
 import contextlib, io, json, sys
+import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from fixtures.digests import tensor_digests
-for path in sys.argv[1:]:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            loaded = tensor_digests(get_fp32_state_dict_from_zero_checkpoint(path))
-    except Exception as error:
-        loaded = repr(error)
-    print("loaded", json.dumps(loaded))
+for line in sys.stdin:
+    edit, *paths = json.loads(line)
+    answers = []
+    for path in paths:
+        if edit:
+            states = torch.load(path, weights_only=False)
+            exec(edit)
+            torch.save(states, path)
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                answers.append(tensor_digests(get_fp32_state_dict_from_zero_checkpoint(path)))
+        except Exception as error:
+            answers.append(repr(error))
+    print("done", json.dumps(answers), flush=True)
 """
-"""Loads checkpoints as the script does that DeepSpeed leaves next to them."""
+"""Edits files of states, in which objects of DeepSpeed are, or loads checkpoints as the script does
+that DeepSpeed leaves next to them.
+"""
 
 
-def zero_to_fp32(*paths: Path) -> list[Any]:
-    """Return the digests of the weights that DeepSpeed finds in each folder, or its error."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS, *map(str, paths)], capture_output=True, text=True, check=True,
-        cwd=FIXTURES.parents[1], env=variables(), timeout=300,
-    )  # fmt: skip
-    lines = [
-        line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("loaded ")
-    ]
-    return [json.loads(words) for _, words in lines]
+class DeepSpeed:
+    """One process that imports DeepSpeed, for all tests: an import takes seconds."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JOBS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=FIXTURES.parents[1], env=variables(),
+        )  # fmt: skip
+
+    def _run(self, edit: str, paths: Iterable[Path]) -> list[Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([edit, *map(str, paths)]) + "\n")
+        self.process.stdin.flush()
+        answer = next(line for line in self.process.stdout if line.startswith("done "))
+        loaded: list[Any] = json.loads(answer.removeprefix("done "))
+        return loaded
+
+    def loads(self, *roots: Path) -> list[Any]:
+        """Return the digests of the weights that DeepSpeed finds in each folder, or its error."""
+        return self._run("", roots)
+
+    def edit(self, root: Path, files: str, edit: str) -> None:
+        """Change the states in some files of a checkpoint."""
+        self._run(edit, root.glob(f"*/{files}"))
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Iterator[DeepSpeed]:
+    if not has_deepspeed():
+        pytest.skip(NO_DEEPSPEED)
+    library = DeepSpeed()
+    with library.process:
+        yield library
+        library.process.kill()
 
 
 def codes(path: Path, *, data: bool = False) -> list[tuple[str, str]]:
@@ -291,26 +327,24 @@ def exchange(first: Path, second: Path) -> None:
     first.with_suffix(".tmp").rename(second)
 
 
-@pytest.fixture
-def misplaced(tmp_path: Path) -> dict[str, tuple[str, int]]:
+@pytest.fixture(scope="module")
+def misplaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, int]]:
     """Return copies of all checkpoints with files of ranks in wrong places -> the file that is
     reported, its rank.
     """
-    made = {}
+    folder, made = tmp_path_factory.mktemp("misplaced"), {}
     for name in WITH_RANKS:
         for part in ("optim", "model") if "zero3" in name else ("optim",):
-            root = Path(
-                shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-copied")
-            )
-            shutil.copy(rank_file(root, 0, part), rank_file(root, 1, part))
-            made[str(root)] = (str(rank_file(root, 1, part)), 0)
-            root = Path(
-                shutil.copytree(
-                    FIXTURES / name / "checkpoint", tmp_path / f"{name}-{part}-exchanged"
+            copied, exchanged = (
+                Path(
+                    shutil.copytree(FIXTURES / name / "checkpoint", folder / f"{name}-{part}-{how}")
                 )
+                for how in ("copied", "exchanged")
             )
-            exchange(rank_file(root, 0, part), rank_file(root, 1, part))
-            made[str(root)] = (str(rank_file(root, 0, part)), 1)
+            shutil.copy(rank_file(copied, 0, part), rank_file(copied, 1, part))
+            made[str(copied)] = (str(rank_file(copied, 1, part)), 0)
+            exchange(rank_file(exchanged, 0, part), rank_file(exchanged, 1, part))
+            made[str(exchanged)] = (str(rank_file(exchanged, 0, part)), 1)
     return made
 
 
@@ -328,13 +362,12 @@ def test_the_partition_of_another_rank(misplaced: dict[str, tuple[str, int]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 def test_deepspeed_loads_the_partition_of_another_rank_as_other_weights(
-    misplaced: dict[str, tuple[str, int]],
+    misplaced: dict[str, tuple[str, int]], deepspeed: DeepSpeed
 ) -> None:
     """Without an error, or the sizes of the last rank betray it."""
     healthy = {name: FIXTURES / name / "checkpoint" for name in WITH_RANKS}
-    loaded = zero_to_fp32(*healthy.values(), *map(Path, misplaced))
+    loaded = deepspeed.loads(*healthy.values(), *map(Path, misplaced))
     right = dict(zip(healthy, loaded, strict=False))
     assert all(type(weights) is dict for weights in right.values())
     for root, weights in zip(misplaced, loaded[len(healthy) :], strict=True):
@@ -400,46 +433,11 @@ def test_a_file_of_no_rank_is_listed_as_not_checked(name: str, saved: Path) -> N
     assert words in report.not_checked
 
 
-REVERSED = """
-import sys
-import torch
-for path in sys.argv[1:]:
-    states = torch.load(path, weights_only=False)
-    states["optimizer_state_dict"]["fp32_flat_groups"].reverse()
-    torch.save(states, path)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-@pytest.mark.parametrize("scenario", ["zero3", "zero3-groups"])
-def test_exchanged_partitions_of_sub_groups(scenario: str, tmp_path: Path) -> None:
-    """Their sum is right, and ``zero_to_fp32`` cuts parameters across them."""
-    root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / "saved"))
-    paths = map(str, root.glob("*/*_optim_states.pt"))
-    subprocess.run(
-        [sys.executable, "-c", REVERSED, *paths], check=True, env=variables(), timeout=300
-    )
-    (loaded,) = zero_to_fp32(root)
-    assert "is invalid for input of size" in loaded
-    (finding,) = check(root).findings
-    assert (finding.code, finding.severity.value) == ("malformed-file", "error")
-    assert "the partition of sub-group 0 has " in str(finding)
-
-
-EDITED = """
-import sys
-import torch
-edit, *paths = sys.argv[1:]
-for path in paths:
-    states = torch.load(path, weights_only=False)
-    exec(edit)
-    torch.save(states, path)
-"""
 BACKWARDS = (
     "states['param_shapes'] = [type(group)(reversed(group.items())) for group in "
     "states['param_shapes']]"
 )
+REVERSED = "states['optimizer_state_dict']['fp32_flat_groups'].reverse()"
 OF_MODEL, OF_OPTIMIZERS = "zero_pp_rank_0_*_model_states.pt", "*_optim_states.pt"
 ROUNDED = """
 optimizer = states["optimizer_state_dict"]
@@ -447,83 +445,61 @@ for key in optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_gro
     optimizer[key] = [flat.detach().bfloat16() for flat in optimizer[key]]
 """
 ROUNDS = "states['ds_config']['bf16'] = {'enabled': True, 'bf16_master_weights_and_grads': True}"
-OTHER_WEIGHTS = {
+OF_RANKS = "mp_rank_00_model_states.pt"
+OTHER_WEIGHTS = [
+    ("zero1-bf16", OF_RANKS, BACKWARDS, "param_shapes of group 0 differ in order or size"),
+    ("zero2", OF_RANKS, BACKWARDS, "param_shapes of group 0 differ in order or size"),
+    ("zero2-round-robin", OF_RANKS, BACKWARDS, "param_shapes of group 0 differ in order or size"),
+    ("zero3", OF_MODEL, BACKWARDS, "param_shapes differ from those of zero_pp_rank_0"),
+    ("zero3-groups", OF_MODEL, BACKWARDS, "param_shapes differ from those of zero_pp_rank_0"),
+    # The sum of the partitions is right, and zero_to_fp32 cuts parameters across them.
+    ("zero3", OF_OPTIMIZERS, REVERSED, "the partition of sub-group 0 has "),
+    ("zero3-groups", OF_OPTIMIZERS, REVERSED, "the partition of sub-group 0 has "),
     (
-        "zero1-bf16",
-        "mp_rank_00_model_states.pt",
-        BACKWARDS,
-    ): "param_shapes of group 0 differ in order or size",
-    (
-        "zero2",
-        "mp_rank_00_model_states.pt",
-        BACKWARDS,
-    ): "param_shapes of group 0 differ in order or size",
-    (
-        "zero2-round-robin",
-        "mp_rank_00_model_states.pt",
-        BACKWARDS,
-    ): "param_shapes of group 0 differ in order or size",
-    ("zero3", OF_MODEL, BACKWARDS): "param_shapes differ from those of zero_pp_rank_0",
-    ("zero3-groups", OF_MODEL, BACKWARDS): "param_shapes differ from those of zero_pp_rank_0",
-    (
-        "zero2",
-        OF_OPTIMIZERS,
-        ROUNDED,
-    ): "its partitions are BF16, but the run kept its trained weights in F32",
-    ("zero3-groups", OF_OPTIMIZERS, ROUNDED): "its partitions are BF16",
-}
-"""Checkpoint, files of it that are edited, and the edit -> what check says."""
+        "zero2", OF_OPTIMIZERS, ROUNDED,
+        "its partitions are BF16, but the run kept its trained weights in F32",
+    ),
+    ("zero3-groups", OF_OPTIMIZERS, ROUNDED, "its partitions are BF16"),
+]  # fmt: skip
+"""Checkpoint, files of it that are edited, the edit, and what check says."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_states_that_zero_to_fp32_loads_as_other_weights(tmp_path: Path) -> None:
-    roots = []
-    for number, (scenario, files, edit) in enumerate(OTHER_WEIGHTS):
-        root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / f"{number}"))
-        run_edit(edit, root, files)
-        roots.append(root)
-    names = sorted({scenario for scenario, _, _ in OTHER_WEIGHTS})
-    loaded = zero_to_fp32(*roots, *(FIXTURES / name / "checkpoint" for name in names))
-    healthy = dict(zip(names, loaded[len(roots) :], strict=True))
-    for root, (scenario, _, _), words, weights in zip(
-        roots, OTHER_WEIGHTS, OTHER_WEIGHTS.values(), loaded, strict=False
-    ):
-        assert weights != healthy[scenario]
-        assert type(weights) is dict or "is invalid for input of size" in weights
-        (finding,) = check(root).findings
-        assert (finding.code, finding.severity.value) == ("malformed-file", "error")
-        assert words in str(finding)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-@pytest.mark.parametrize("scenario", ["zero2", "zero3-groups"])
-def test_partitions_that_the_configuration_keeps_in_bf16(scenario: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scenario", "files", "edit", "words"), OTHER_WEIGHTS)
+def test_states_that_zero_to_fp32_loads_as_other_weights(
+    scenario: str, files: str, edit: str, words: str, deepspeed: DeepSpeed, tmp_path: Path
+) -> None:
     root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / "saved"))
-    run_edit(ROUNDED, root, OF_OPTIMIZERS)
-    run_edit(ROUNDS, root, "*_model_states.pt")
-    assert codes(root) == []
+    deepspeed.edit(root, files, edit)
+    weights, healthy = deepspeed.loads(root, FIXTURES / scenario / "checkpoint")
+    assert weights != healthy
+    is_loaded = type(weights) is dict and edit != REVERSED
+    assert is_loaded or "is invalid for input of size" in weights
+    (finding,) = check(root).findings
+    assert (finding.code, finding.severity.value) == ("malformed-file", "error")
+    assert words in str(finding)
+
+
+DEALS = "states['ds_config']['zero_optimization']['round_robin_gradients'] = True"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_a_former_version_deals_no_parameters_under_zero_1(tmp_path: Path) -> None:
-    root = Path(shutil.copytree(FIXTURES / "zero1-bf16" / "checkpoint", tmp_path / "saved"))
-    run_edit(
-        "states['ds_config']['zero_optimization']['round_robin_gradients'] = True",
-        root,
-        "*_model_states.pt",
-    )
+@pytest.mark.parametrize(
+    ("scenario", "edits"),
+    [
+        ("zero2", {OF_OPTIMIZERS: ROUNDED, "*_model_states.pt": ROUNDS}),
+        ("zero3-groups", {OF_OPTIMIZERS: ROUNDED, "*_model_states.pt": ROUNDS}),
+        # A former version deals no parameters under ZeRO-1.
+        ("zero1-bf16", {"*_model_states.pt": DEALS}),
+    ],
+)
+def test_states_that_the_configuration_explains(
+    scenario: str, edits: dict[str, str], deepspeed: DeepSpeed, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(FIXTURES / scenario / "checkpoint", tmp_path / "saved"))
+    for files, edit in edits.items():
+        deepspeed.edit(root, files, edit)
     assert codes(root) == []
-
-
-def run_edit(edit: str, root: Path, files: str) -> None:
-    """Edit files of states where DeepSpeed, whose objects are in them, can be imported."""
-    paths = map(str, root.glob(f"*/{files}"))
-    subprocess.run(
-        [sys.executable, "-c", EDITED, edit, *paths], check=True, env=variables(), timeout=300
-    )
 
 
 def edits(
@@ -537,12 +513,7 @@ def edits(
     empty: list[dict[str, Any] | None] = [{}, None]
     for value in ([], [1], 3, "x"):
         yield f"module {value!r}", {**states, "module": value}, "module is not a dict"
-        yield (
-            f"shared {value!r}",
-            {**states, "shared_params": value},
-            "shared_params is not a dict",
-        )
-        for key in sorted(frozen):
+        for key in ("shared_params", *sorted(frozen)):
             yield f"{key} {value!r}", {**states, key: value}, f"{key} is not a dict"
     yield "no module", {**states, "module": {}}, "but module has none of them"
     yield "a buffer", {**states, "module": {**module, buffer: 3}}, f"{buffer!r} is not a tensor"
@@ -554,42 +525,23 @@ def edits(
     kinds: list[Any] = [set, torch.ones] if is_cut_in_groups else [set, torch.ones, tuple, list]
     for kind in kinds:
         made = [{name: kind(shape) for name, shape in shapes.items()}]
-        yield (
-            f"shapes {kind.__name__}",
-            {**states, "param_shapes": made},
-            "the shape of 'a.weight' is invalid",
-        )
+        words = "the shape of 'a.weight' is invalid"
+        yield f"shapes {kind.__name__}", {**states, "param_shapes": made}, words
     mixed: list[Any] = [OrderedDict, shapes]
-    yield (
-        "shapes of a class",
-        {**states, "param_shapes": mixed},
-        "param_shapes is not a list of dicts",
-    )
+    yield "of a class", {**states, "param_shapes": mixed}, "param_shapes is not a list of dicts"
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
-    yield (
-        "frozen",
-        {**states, "frozen_param_shapes": tuples},
-        "the shape of 'frozen.bias' is invalid",
-    )
-    yield "shared None", {**states, "shared_params": None}, "shared_params is not a dict of names"
-    yield (
-        "shared name 3",
-        {**states, "shared_params": {"head.weight": 3}},
-        "shared_params is not a dict of names",
-    )
+    words = "the shape of 'frozen.bias' is invalid"
+    yield "frozen", {**states, "frozen_param_shapes": tuples}, words
+    for value in (None, {"head.weight": 3}):
+        words = "shared_params is not a dict of names"
+        yield f"shared {value!r}", {**states, "shared_params": value}, words
     for key in sorted(frozen):
         for nothing in empty:
-            yield (
-                f"{key} {nothing}",
-                {**states, key: nothing},
-                "only one of frozen_param_shapes and",
-            )
+            words = "only one of frozen_param_shapes and"
+            yield f"{key} {nothing}", {**states, key: nothing}, words
     fragments = {**states["frozen_param_fragments"], "frozen.bias": [1]}
-    yield (
-        "a fragment",
-        {**states, "frozen_param_fragments": fragments},
-        "'frozen.bias' is not a tensor",
-    )
+    words = "'frozen.bias' is not a tensor"
+    yield "a fragment", {**states, "frozen_param_fragments": fragments}, words
 
 
 class Made:
@@ -615,27 +567,17 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
     optimizer = states["optimizer_state_dict"]
     (flats,) = optimizer.keys() & {"single_partition_of_fp32_groups", "fp32_flat_groups"}
     right = 2 if flats.startswith("single") else 3
+    words = "its zero_stage does not match its partitions"
     for stage in (None, "x", 4, 5 - right, Made(bytearray, right)):
-        yield (
-            f"stage {stage}",
-            {**optimizer, "zero_stage": stage},
-            "its zero_stage does not match its partitions",
-        )
-    without = {key: value for key, value in optimizer.items() if key != "zero_stage"}
-    yield "no stage", without, "its zero_stage does not match its partitions"
+        yield f"stage {stage}", {**optimizer, "zero_stage": stage}, words
+    yield "no stage", {k: v for k, v in optimizer.items() if k != "zero_stage"}, words
+    words = "partition_count is not a number of ranks"
     for count in ([], [0], 0, "x", {2}, (2,)):
-        yield (
-            f"count {count}",
-            {**optimizer, "partition_count": count},
-            "partition_count is not a number of ranks",
-        )
+        yield f"count {count}", {**optimizer, "partition_count": count}, words
     without = {key: value for key, value in optimizer.items() if key != "partition_count"}
     yield "no count", without, "partition_count is missing"
-    yield (
-        "fewer",
-        {**optimizer, "partition_count": [1]},
-        "2 files of optimizer states (expected 1, one per rank)",
-    )
+    words = "2 files of optimizer states (expected 1, one per rank)"
+    yield "fewer", {**optimizer, "partition_count": [1]}, words
     itself = dict(optimizer)
     itself["optimizer_state_dict"] = itself
     yield "itself", itself, "its optimizer_state_dict refers to itself"
@@ -643,12 +585,15 @@ def optimizer_edits(states: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
     yield "rows", {**optimizer, flats: rows}, "is not a plain one-dimensional tensor"
 
 
-@pytest.fixture(params=[2, 3])
-def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
+@pytest.fixture(params=[2, 3], scope="module")
+def edited(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Path, str]:
     """Return copies of a checkpoint in which a file of rank 0 holds something else -> what check
     says of them.
     """
-    source = tmp_path / "source"
+    folder = tmp_path_factory.mktemp("edited")
+    source = folder / "source"
     make_zero(
         source / "pytorch_model",
         [{"a.weight": torch.randn(6, 4)}],
@@ -666,7 +611,7 @@ def edited(request: pytest.FixtureRequest, tmp_path: Path) -> dict[Path, str]:
         first = min((source / "pytorch_model").glob(f"*{part}_states.pt"))
         states = torch.load(first, weights_only=False)
         for name, value, words in make_edits(states):
-            root = Path(shutil.copytree(source, tmp_path / part / name))
+            root = Path(shutil.copytree(source, folder / part / name))
             is_whole = part == "model" or "optimizer_state_dict" in value
             changed = value if is_whole else {**states, "optimizer_state_dict": value}
             torch.save(changed, root / "pytorch_model" / first.name)
@@ -682,9 +627,8 @@ def test_states_that_deepspeed_cannot_load(edited: dict[Path, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_deepspeed_cannot_load_them(edited: dict[Path, str]) -> None:
-    right, *loaded = zero_to_fp32(*edited)
+def test_deepspeed_cannot_load_them(edited: dict[Path, str], deepspeed: DeepSpeed) -> None:
+    right, *loaded = deepspeed.loads(*edited)
     assert type(right) is dict
     for root, weights in zip(list(edited)[1:], loaded, strict=True):
         assert weights != right, root
@@ -802,8 +746,7 @@ def test_latest_that_is_written_otherwise(of_trainer: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path) -> None:
+def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path, deepspeed: DeepSpeed) -> None:
     changed = [
         replace_latest(
             Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / str(number))),
@@ -811,4 +754,4 @@ def test_deepspeed_finds_no_checkpoint_then(tmp_path: Path) -> None:
         )
         for number, content in enumerate(LOST_TAGS)
     ]
-    assert all(type(loaded) is str for loaded in zero_to_fp32(*changed))
+    assert all(type(loaded) is str for loaded in deepspeed.loads(*changed))
