@@ -76,8 +76,10 @@ DAMAGED: dict[str, tuple[Change, set[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*passed over", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", DAMAGED)
-@pytest.mark.parametrize("at", [10, 20, 30])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [*((name, 30) for name in DAMAGED), *(("no unet", at) for at in (10, 20)), ("no config", 20)],
+)
 def test_a_checkpoint_without_a_model_of_its_hook(run: Path, name: str, at: int) -> None:
     """The newest was clean and taken, load_state failed, and two intact checkpoints were next to
     it.
@@ -149,8 +151,10 @@ def average_of_script(root: Path) -> None:
     torch.save({"w": torch.ones(2)}, root / "ema/ema.pt")
 
 
-@pytest.mark.parametrize("extra", [pipeline, logs, average_of_script])
-@pytest.mark.parametrize("without", [10, 20, 30])
+@pytest.mark.parametrize(
+    ("extra", "without"),
+    [*((pipeline, number) for number in (10, 20, 30)), (logs, 30), (average_of_script, 30)],
+)
 def test_what_a_script_saves_now_and_then(run: Path, extra: Change, without: int) -> None:
     for root in run.iterdir():
         if root.name != f"checkpoint-{without}":

@@ -52,8 +52,9 @@ def put(run_folder: Path, source: Path, *numbers: int) -> Path:
     return run_folder
 
 
-@pytest.mark.parametrize("kept", [(7,), (5, 6, 7), (4, 5, 6, 7)])
-@pytest.mark.parametrize("order", ["in order", "at once"])
+@pytest.mark.parametrize(
+    ("kept", "order"), [((7,), "in order"), ((5, 6, 7), "at once"), ((4, 5, 6, 7), "in order")]
+)
 def test_the_highest_number_of_an_older_run_is_not_taken(
     older: Path, newer: Path, tmp_path: Path, kept: tuple[int, ...], order: str, said: Said
 ) -> None:
@@ -94,11 +95,12 @@ def test_the_newest_complete_one_of_the_other_run_is_named(
     assert latest_checkpoint(folder).name == "checkpoint-7"
 
 
-def branched(run_folder: Path) -> list[Path]:
-    """Put 1 to 3 of a run, 4 of a branch that was given up, and 5 to which it went on from 3 with
-    other losses.
+@pytest.fixture
+def branched(older: Path, tmp_path: Path) -> list[Path]:
+    """Return 3 of a run, 4 of a branch that was given up, and 5 to which the run went on from 3
+    with other losses.
     """
-    trained(run_folder, steps=4, logging_steps=1)
+    run_folder = put(tmp_path / "run", older, 1, 2, 3, 4)
     folders = [run_folder / f"checkpoint-{number}" for number in (3, 4, 5)]
     shutil.copytree(folders[1], folders[2])
     state = json.loads((folders[2] / "trainer_state.json").read_text())
@@ -112,9 +114,9 @@ def branched(run_folder: Path) -> list[Path]:
 
 
 def test_an_incomplete_checkpoint_of_another_branch_says_nothing_of_those_below(
-    tmp_path: Path, said: Said
+    branched: list[Path], tmp_path: Path, said: Said
 ) -> None:
-    _, abandoned, newest = branched(tmp_path / "run")
+    _, abandoned, newest = branched
     optimizer = abandoned / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:100])
     assert latest_checkpoint(tmp_path / "run") == newest
@@ -124,9 +126,9 @@ def test_an_incomplete_checkpoint_of_another_branch_says_nothing_of_those_below(
 
 
 def test_a_branch_that_is_older_by_number_and_time_changes_no_choice(
-    tmp_path: Path, said: Said
+    branched: list[Path], tmp_path: Path, said: Said
 ) -> None:
-    _, abandoned, newest = branched(tmp_path / "run")
+    _, abandoned, newest = branched
     assert latest_checkpoint(tmp_path / "run") == newest
     status, out, _ = said("check", "-r", tmp_path / "run")
     assert status == 1
@@ -180,13 +182,18 @@ HEALTHY: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.fixture(scope="module", params=HEALTHY)
+def healthy(
+    request: pytest.FixtureRequest, older: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("healthy") / "run"
+    HEALTHY[request.param](folder, older)
+    return folder
+
+
 @pytest.mark.parametrize("order", ["in order", "as copied"])
-@pytest.mark.parametrize("name", HEALTHY)
-def test_one_run_is_taken_by_its_numbers(
-    name: str, order: str, older: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    HEALTHY[name](folder, older)
+def test_one_run_is_taken_by_its_numbers(order: str, healthy: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(healthy, tmp_path / "run"))
     if order == "as copied":
         now = time.time()
         for path in folder.iterdir():

@@ -75,8 +75,10 @@ def test_each_class_as_it_is_saved_and_behind_a_prefix(name: str, tmp_path: Path
     assert told(tmp_path) == [("dead-weights", "error")]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("form", ["one file", "shards", "torch"])
+@pytest.mark.parametrize(
+    ("prefix", "form"),
+    [*((prefix, "one file") for prefix in PREFIXES), ("module.", "shards"), ("module.", "torch")],
+)
 def test_prefixes_in_every_form(prefix: str, form: str, tmp_path: Path) -> None:
     tensors = {f"{prefix}{key}": each for key, each in saved(tmp_path).items()}
     write(tmp_path, tensors)

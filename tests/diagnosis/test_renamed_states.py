@@ -94,13 +94,22 @@ def told(root: Path) -> list[tuple[str, str, str]]:
     return [(finding.code, finding.severity.value, str(finding)) for finding in report.all_findings]
 
 
-@pytest.mark.parametrize("words", REGISTERED)
+@pytest.fixture(scope="module", params=REGISTERED)
+def registered(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    root = tmp_path_factory.mktemp("registered") / "checkpoint_0"
+    Run(custom=REGISTERED[request.param]()).save(root)
+    assert told(root) == []
+    return request.param, root
+
+
 @pytest.mark.parametrize("name", [RANDOM, OPTIMIZER, SCHEDULER, SCALER])
 def test_a_state_that_was_copied_over_a_custom_object_is_told(
-    name: str, words: str, tmp_path: Path
+    name: str, registered: tuple[str, Path], tmp_path: Path
 ) -> None:
-    root = Run(custom=REGISTERED[words]()).save(tmp_path / "checkpoint_0")
-    assert told(root) == []
+    words, saved = registered
+    root = Path(shutil.copytree(saved, tmp_path / "checkpoint_0"))
     shutil.copy(root / name, root / CUSTOM)
     ((code, severity, sentence),) = told(root)
     assert (code, severity) == ("wrong-state", "error")
@@ -185,20 +194,30 @@ def test_a_scheduler_that_was_registered_before_is_healthy(tmp_path: Path) -> No
     assert told(root) == []
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
-@pytest.mark.parametrize(("count", "at"), [(2, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("name", [SCHEDULER, "custom_checkpoint_1.pkl"])
-def test_a_file_renamed_in_one_of_several_checkpoints_is_told_there_alone(
-    name: str, count: int, at: int, is_stored: bool, tmp_path: Path
-) -> None:
-    """The other of two was told to lack the new name, and to hold a file too many."""
-    runs = tmp_path / "run"
-    for number in range(1, count + 1):
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of three checkpoints without schedulers."""
+    runs = tmp_path_factory.mktemp("counted")
+    for number in range(1, 4):
         made = run(Counter())
         made.accelerator._custom_objects[0].count = number
         made.accelerator._schedulers.clear()
         made.accelerator.scaler = None
         made.save(runs / f"checkpoint_{number}")
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "is_stored"), [(2, 1, False), (2, 2, False), (3, 2, False), (3, 2, True)]
+)
+@pytest.mark.parametrize("name", [SCHEDULER, "custom_checkpoint_1.pkl"])
+def test_a_file_renamed_in_one_of_several_checkpoints_is_told_there_alone(
+    name: str, count: int, at: int, is_stored: bool, counted: Path, tmp_path: Path
+) -> None:
+    """The other of two was told to lack the new name, and to hold a file too many."""
+    runs = tmp_path / "run"
+    for number in range(1, count + 1):
+        shutil.copytree(counted / f"checkpoint_{number}", runs / f"checkpoint_{number}")
     root = runs / f"checkpoint_{at}"
     (root / CUSTOM).rename(root / name)
     place: Any = f"memory://{os.urandom(6).hex()}/run" if is_stored else runs

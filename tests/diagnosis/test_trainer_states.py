@@ -85,10 +85,6 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda s: s.pop("global_step"),
         'no "global_step", so the Trainer starts again at step 0',
     ),
-    "an empty object": (
-        lambda s: s.clear(),
-        'no "global_step", so the Trainer starts again at step 0',
-    ),
     "step 0": (
         lambda s: s.update(global_step=0),
         (
