@@ -347,8 +347,8 @@ def _misplaced(
             there[number].wrappers == expected.wrappers != entry.wrappers for _, there in near
         )
         # load_state of accelerate takes no other wrappers.
-        if is_between and has_own_wrappers and has_other_wrappers:
-            yield MisplacedEntry(
+        if len(near) > 1 and has_own_wrappers and has_other_wrappers:
+            yield (MisplacedEntry if is_between else ChangedEntry)(
                 path=entry.path,
                 holds=f"keys that begin with {_wrappers(entry)}",
                 expected=f"{_wrappers(expected)}, as in {known_by}",

@@ -297,18 +297,18 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
     ("make", "doubt"),
     [
         (without_random_states, "no file shows how many processes saved them"),
-        (without_optimizer, "no optimizer shows that a step changed the model"),
-        (lambda folder: of_gradients(folder, 0.0), "no optimizer shows"),
-        (lambda folder: of_dtype(folder, torch.bfloat16, torch.bfloat16), "no optimizer shows"),
-        (lambda folder: of_dtype(folder, torch.float16, torch.float16), "no optimizer shows"),
+        (without_optimizer, "no optimizer proves that the steps moved the model"),
+        (lambda folder: of_gradients(folder, 0.0), "no optimizer proves"),
+        (lambda folder: of_dtype(folder, torch.bfloat16, torch.bfloat16), "no optimizer proves"),
+        (lambda folder: of_dtype(folder, torch.float16, torch.float16), "no optimizer proves"),
         (
             lambda folder: of_dtype(folder, torch.float32, torch.float32, lr=1e-8),
-            "no optimizer shows",
+            "no optimizer proves",
         ),
-        (of_plain_sgd, "no optimizer shows"),
-        (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer shows"),
-        (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer shows"),
-        (of_a_head_with_shapes_of_its_backbone, "no optimizer shows"),
+        (of_plain_sgd, "no optimizer proves"),
+        (lambda folder: of_a_generator_that_waits(folder, is_first=True), "no optimizer proves"),
+        (lambda folder: of_a_generator_that_waits(folder, is_first=False), "no optimizer proves"),
+        (of_a_head_with_shapes_of_its_backbone, "no optimizer proves"),
         (of_a_damaged_optimizer, "the step count of optimizer.bin cannot be read"),
         (of_twin_towers, "optimizer.bin has parameters of both models"),
         (
@@ -319,11 +319,11 @@ def of_a_head_with_shapes_of_its_backbone(folder: Path) -> Path:
             lambda folder: beside_a_trained_net(folder, empty(0, 3)),
             "they hold no data to compare",
         ),
-        (lambda folder: beside_a_trained_net(folder, of_buffers()), "no optimizer shows"),
-        (lambda folder: beside_a_trained_net(folder, empty()), "no optimizer shows"),
-        (lambda folder: beside_a_trained_net(folder, torch.nn.LayerNorm(3)), "no optimizer shows"),
-        (lambda folder: beside_a_trained_net(folder, Net(2)), "no optimizer shows"),
-        (lambda folder: beside_a_trained_net(folder, Net(2), width=5), "no optimizer shows"),
+        (lambda folder: beside_a_trained_net(folder, of_buffers()), "no optimizer proves"),
+        (lambda folder: beside_a_trained_net(folder, empty()), "no optimizer proves"),
+        (lambda folder: beside_a_trained_net(folder, torch.nn.LayerNorm(3)), "no optimizer proves"),
+        (lambda folder: beside_a_trained_net(folder, Net(2)), "no optimizer proves"),
+        (lambda folder: beside_a_trained_net(folder, Net(2), width=5), "no optimizer proves"),
     ],
 )
 def test_without_positive_evidence_equal_models_are_asked_about(
@@ -366,7 +366,7 @@ def test_a_schedule_may_have_held_the_learning_rate_at_0(
     tmp_path: Path, schedule: Callable[[Any], Any], options: dict[str, Any], kind: str
 ) -> None:
     folder = scheduled(tmp_path / "checkpoint", schedule, kind=kind, **options)
-    assert "no optimizer shows that a step changed the model" in verdict(folder)[1]
+    assert "no optimizer proves that the steps moved the model" in verdict(folder)[1]
     assert repair(folder).steps == ()
 
 

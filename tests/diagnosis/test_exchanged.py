@@ -288,6 +288,21 @@ def test_other_wrappers_than_before_and_after_are_told(
         assert not is_refused(root)
 
 
+def test_wrappers_that_only_the_newest_checkpoint_has_are_a_note(tmp_path: Path) -> None:
+    """A person overwrote a model with the state dict of its DDP wrapper: ``check -r`` named the
+    folder as clean, and ``load_state`` refused it.
+    """
+    root = saves(tmp_path, Run())[-1]
+    rewrite(root, lambda state: {f"module.{key}": state[key] for key in state})
+    assert is_refused(root)
+    [finding] = [finding for finding in check(root).findings if finding.code == "wrong-state"]
+    assert finding.severity.value == "note"
+    assert str(finding) == (
+        "model_1.safetensors: it holds keys that begin with 'module.' (expected no wrapper, as in 2 "
+        "neighbouring checkpoints)"
+    )
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_one_of_two_models_that_changed_is_told_of_the_later_checkpoint_alone(
     at: int, tmp_path: Path
