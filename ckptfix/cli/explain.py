@@ -3,11 +3,12 @@
 import click
 
 from ckptfix.cli.report import put_page
+from ckptfix.cli.verb_options import AllHelp
 from ckptfix.errors import UsageError
 from ckptfix.manual import TOPICS, closest, codes, explanation
 
 
-@click.command("explain")
+@click.command("explain", cls=AllHelp)
 @click.argument("code")
 def explain_command(code: str) -> int:
     """Explain a finding: cause, cost, an example, and what to do.

@@ -3,7 +3,7 @@
 import click
 
 from ckptfix.cli.report import put_page
-from ckptfix.cli.verb_options import ALL_OPTIONS
+from ckptfix.cli.verb_options import ALL_OPTIONS, AllHelp
 from ckptfix.errors import UsageError
 from ckptfix.manual import TOPICS, closest, explanation, page, summary
 
@@ -11,7 +11,7 @@ from ckptfix.manual import TOPICS, closest, explanation, page, summary
 _MOVED = {"findings": "codes"}
 
 
-@click.command("help")
+@click.command("help", cls=AllHelp)
 @click.argument("topic", required=False)
 @click.pass_context
 def help_command(ctx: click.Context, topic: str | None) -> int:

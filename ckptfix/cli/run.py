@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import click
 
+from ckptfix.cli.verb_options import AllHelp
 
-@click.command("run", context_settings={"allow_interspersed_args": False})
+
+@click.command("run", cls=AllHelp, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--on-reprepare",
     type=click.Choice(["warn", "raise"]),

@@ -72,7 +72,19 @@ class LocalFile(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Verb(click.Command):
+class AllHelp(click.Command):
+    """Command whose ``--help`` takes ``--all``, which also lists the rare options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. ``--help --all`` lists every option."""
+        # Only in front: behind a script they are its own.
+        if "--all" in args[:2] and not _HELP.isdisjoint(args[:2]):
+            args = ["--help"]
+            ctx.meta[ALL_OPTIONS] = True
+        return super().parse_args(ctx, args)
+
+
+class Verb(AllHelp):
     """Give a verb its ``report``, made of the options that say what is printed and how.
 
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of
@@ -133,14 +145,6 @@ class Verb(click.Command):
             return int(invoke(ctx))
 
         return run_shared(str(self.name), own, process, shard, partial, work, self.shared(own))
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. ``--help --all`` lists every option."""
-        # Only in front: behind a script they are its own.
-        if "--all" in args[:2] and not _HELP.isdisjoint(args[:2]):
-            args = ["--help"]
-            ctx.meta[ALL_OPTIONS] = True
-        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of this verb, then those of every verb, so that the first can be found;

@@ -112,6 +112,14 @@ def test_rare_options_are_listed_with_all_and_every_option_once(
     assert set(listed[1]) - set(listed[0]) == made.rare & options
 
 
+@pytest.mark.parametrize("verb", ["run", "help", "explain"])
+def test_all_is_accepted_where_no_option_is_rare(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = help_of(capsys, monkeypatch, verb)
+    assert help_of(capsys, monkeypatch, verb, "--all") == few
+
+
 def test_all_belongs_to_the_script_behind_it() -> None:
     made = command("prove-resume")
     context = made.make_context(
