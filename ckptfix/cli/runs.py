@@ -75,7 +75,7 @@ class Resume(Serialized, Struct, frozen=True, kw_only=True):
             return f"{self.run}: no checkpoint was chosen: {self.problem}; next, in Python: {call}"
         if self.checkpoint is None:
             return f"{self.run}: no checkpoint to resume from: {self.problem}"
-        but = f", {self.problem}" if self.problem else ""
+        but = f", but {self.problem}" if self.problem else ""
         if self.clean is not None:
             but += f"; the newest one without problems: {self.clean}"
         if self.unexplained:
@@ -288,7 +288,7 @@ class Runs:
         except FAILURES as error:
             return Resume(run=run, checkpoint=None, problem=ending_of(error).message)
         if choice is None:
-            return Resume(run=run, checkpoint=None, problem="its checkpoints are gone")
+            return Resume(run=run, checkpoint=None, problem="the checkpoints no longer exist")
         passed_over = tuple(one.path.name for one in choice.passed_over)
         told = choice.told
         other_run = not_checked = ""
@@ -311,13 +311,13 @@ class Runs:
         clean: AnyPath | None = None
         is_doubted, is_different = self._has_problems(run, best), best in self._different
         if is_doubted:
-            problem = "but check found problems in it (see above)"
+            problem = f"check found problems in {best.name}"
         elif told is not None and told.copied:
-            problem = f"but it is {told.copied} an earlier one (see above)"
+            problem = f"{best.name} is {told.copied} an earlier checkpoint"
         elif is_different:
-            problem = "which differs from its neighbours (see above)"
+            problem = f"{best.name} differs from its neighbours"
         elif best.is_symlink():
-            problem = "but it is a symbolic link, which check -r does not follow"
+            problem = f"{best.name} is a symbolic link, which check -r does not follow"
         if is_doubted or is_different or (told is not None and told.copied):
             while (sound := choose(run, look=look_for_clean, read=read)) and sound.best:
                 if sound.told is None or not sound.told.copied:

@@ -402,7 +402,7 @@ def test_each_run_has_an_answer_and_a_damaged_one_says_so(tmp_path: Path, said: 
         f"resume from {tmp_path}/a/checkpoints/checkpoint_0, the newest complete one",
         (
             f"resume from {tmp_path}/b/checkpoint_3, the newest candidate, but check found "
-            "problems in it (see above)"
+            "problems in checkpoint_3"
         ),
         (
             f"{tmp_path}/c: no checkpoint to resume from: checkpoint-7: neither "
@@ -423,11 +423,12 @@ def test_a_damaged_newest_checkpoint_is_not_the_one_to_resume_from(
     status, out, _ = said("check", "-r", tmp_path)
     assert status == 1
     assert answers(out) == [
-        f"resume from {newest}, the newest candidate, but check found problems in it (see above); "
+        f"resume from {newest}, the newest candidate, but check found problems in checkpoint_3; "
         f"the newest one without problems: {tmp_path}/checkpoint_2"
     ]
     (resume,) = json.loads(said("check", "-r", tmp_path, "--json")[1])["resume"]
     assert resume["checkpoint"] == str(newest) == str(latest_checkpoint(tmp_path))
+    assert resume["problem"] == "check found problems in checkpoint_3"
     assert resume["clean"] == str(tmp_path / "checkpoint_2")
 
 
@@ -476,8 +477,8 @@ def test_a_link_that_is_newest_is_not_called_checked(tmp_path: Path, said: Said)
     save(tmp_path / "run" / "checkpoint-5")
     (tmp_path / "run" / "checkpoint-6").symlink_to(save(tmp_path / "checkpoint-6"))
     assert answers(said("check", "-r", tmp_path / "run")[1]) == [
-        f"resume from {tmp_path}/run/checkpoint-6, the newest complete one, but it is a symbolic "
-        "link, which check -r does not follow"
+        f"resume from {tmp_path}/run/checkpoint-6, the newest complete one, but checkpoint-6 is "
+        "a symbolic link, which check -r does not follow"
     ]
 
 

@@ -79,8 +79,8 @@ def test_an_older_optimizer_that_counts_no_steps_changes_the_checkpoint_to_resum
     assert "the files do not show which. Resume from epoch_1" in out
     assert "3 checkpoints: 1 with differences, 2 clean" in out
     assert out.splitlines()[-1] == (
-        f"resume from {tmp_path}/epoch_2, the newest complete one, which differs from its "
-        f"neighbours (see above); the newest one without problems: {tmp_path}/epoch_1"
+        f"resume from {tmp_path}/epoch_2, the newest complete one, but epoch_2 differs from "
+        f"its neighbours; the newest one without problems: {tmp_path}/epoch_1"
     )
 
 

@@ -143,7 +143,7 @@ def test_the_run_is_not_resumed_from_the_other_of_two_saves_with_the_same_weight
     assert run(["check", "-r", str(run_of_trainer)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"resume from {run_of_trainer}/checkpoint-3, the newest candidate, but check found "
-        f"problems in it (see above); the newest one without problems: "
+        f"problems in checkpoint-3; the newest one without problems: "
         f"{run_of_trainer}/checkpoint-1"
     )
 

@@ -123,8 +123,8 @@ def test_a_restored_backup_is_told_and_taken_as_after_a_run_that_went_back(
     ) in out
     assert latest_checkpoint(folder).name == "checkpoint_4"
     answer = (
-        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but it is a copy of an "
-        f"earlier one (see above); the newest one without problems: {folder / 'checkpoint_3'}"
+        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but checkpoint_4 is "
+        f"a copy of an earlier checkpoint; the newest one without problems: {folder / 'checkpoint_3'}"
     )
     assert [line for line in out.splitlines() if "resume from" in line] == [answer]
 
@@ -153,8 +153,8 @@ def test_a_link_to_an_earlier_checkpoint_is_called_a_link(tmp_path: Path, said: 
     assert "checkpoint_4 is a link to checkpoint_1" in out
     assert latest_checkpoint(folder).name == "checkpoint_4"
     answer = (
-        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but it is a link to an "
-        f"earlier one (see above); the newest one without problems: {folder / 'checkpoint_3'}"
+        f"resume from {folder / 'checkpoint_4'}, the newest complete one, but checkpoint_4 is "
+        f"a link to an earlier checkpoint; the newest one without problems: {folder / 'checkpoint_3'}"
     )
     assert [line for line in out.splitlines() if "resume from" in line] == [answer]
 
