@@ -26,8 +26,8 @@ def test_codes_are_unique_kebab_case() -> None:
 
 @pytest.mark.parametrize("kind", CATALOGUE, ids=lambda kind: kind.code)
 def test_the_manual_says_the_same(kind: type[Finding]) -> None:
-    action = f"ask: `{kind.option}`" if kind.action is Action.ASK else kind.action.value
-    row = f"| `{kind.code}` | {kind.severity.value} | {action} | {kind.meaning} |"
+    actions = {Action.FIX: "fix", Action.ASK: f"ask: `{kind.option}`", Action.TELL: "manual"}
+    row = f"| `{kind.code}` | {kind.severity.value} | {actions[kind.action]} | {kind.meaning} |"
     assert row in (ROOT / "ckptfix/manual/codes.md").read_text()
 
 

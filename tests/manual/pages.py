@@ -48,6 +48,7 @@ DOCUMENTS = [*PAGES, ROOT / "README.md"]
 _GENERATED = re.compile(r"(<!-- generated: (\S+) ?(\S*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run: (\S+)(?: needs ([^\n]+))? -->\n```console\n)(.*?)(```\n)", re.DOTALL)
 _HOW = {Action.FIX: "repaired by default", Action.TELL: "never repaired"}
+_COLUMN = {Action.FIX: "fix", Action.TELL: "manual"}
 
 
 UNFILED: dict[str, Finding] = {
@@ -110,7 +111,7 @@ def _table_of_findings(_: str) -> str:
 
 
 def _action(kind: type[Finding]) -> str:
-    return f"ask: `{kind.option}`" if kind.action is Action.ASK else kind.action.value
+    return f"ask: `{kind.option}`" if kind.action is Action.ASK else _COLUMN[kind.action]
 
 
 def _what(code: str) -> str:

@@ -301,8 +301,8 @@ class InterruptedRepair(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "a repair or an undo was killed halfway; the next one rolls it back (in a store, it "
-        "finishes it)"
+        "a repair or an undo was killed; the next `repair` or `undo` restores the old files, or "
+        "finishes a change that was already committed in a store"
     )
 
     transaction: int

@@ -76,9 +76,10 @@ class IdenticalModels(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--models N"
     meaning = (
-        "two models with the same keys and bytes: one model prepared twice, an intentional copy "
-        "(EMA), or modules that share their weights. Only a note if the two differ in a later "
-        "checkpoint of the run and in no earlier one, or if a guarded save recorded both"
+        "two models have the same keys and bytes: one model was prepared twice, one is an "
+        "intentional copy (EMA), or both share their weights. The finding is a note if the two "
+        "differ in a later checkpoint of the run but in no earlier one, or if a guarded save "
+        "recorded both"
     )
 
     original: PurePosixPath
@@ -274,8 +275,8 @@ class WrapperPrefix(Finding, frozen=True, kw_only=True):
     option = "--keys bare"
     meaning = (
         "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same "
-        "way can load it. A warning for a diffusers model: its `from_pretrained` does not find "
-        "such keys"
+        "way can load such keys. The finding is a warning for a diffusers model, whose "
+        "`from_pretrained` does not find them"
     )
 
     scope: str

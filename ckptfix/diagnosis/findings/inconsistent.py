@@ -29,7 +29,7 @@ class InconsistentGroups(OptimizerFinding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "a param group of an optimizer lacks an option that the next step reads, or a scheduler "
-        "has learning rates for another number of param groups"
+        "has learning rates for a different number of param groups"
     )
 
 
@@ -428,7 +428,8 @@ class RoundedSteps(OptimizerFinding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "an optimizer stores its `step` in bf16 or fp16, which cannot count past 256 or 2,048: "
-        "after a load its updates have the wrong size. Only a note if the count still moves"
+        "after a load, its updates have the wrong size. The finding is a note while the count "
+        "still increases"
     )
     advice = (
         "the save converted the steps along with the moments: save the optimizer without "

@@ -356,7 +356,7 @@ class UntrainedAdapter(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "every `lora_B` of an adapter is zero, as before the first step: the adapter has no "
-        "effect. Only a note if no step count shows that it was trained"
+        "effect. The finding is a note if no step count shows that the adapter was trained"
     )
     advice = (
         "the optimizer trains other parameters, or the adapter was saved from another model "

@@ -145,8 +145,8 @@ class IndexMismatch(Finding, frozen=True, kw_only=True):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the index is missing, unreadable, lacks `metadata`, or disagrees with the shards; a "
-        "repair rebuilds it if the shards are intact and disjoint"
+        "the index is missing or unreadable, lacks `metadata`, or disagrees with the shards; a "
+        "repair rebuilds the index if the shards are intact and disjoint"
     )
 
     misplaced: int
@@ -586,7 +586,7 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     option = "--keep FILE"
     meaning = (
         "a shard that no index lists, next to a complete model: another save left it, and "
-        "loaders that follow the index ignore it. A warning if torch's "
+        "loaders that follow the index ignore it. The finding is a warning if torch's "
         "`HuggingFaceStorageReader`, which reads every safetensors file, may load its values"
     )
 

@@ -153,8 +153,8 @@ def touched_early(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "plain-backward",
-    "`loss.backward()` instead of `accelerator.backward(loss)`: gradients are neither scaled "
-    "nor divided",
+    "the script calls `loss.backward()` instead of `accelerator.backward(loss)`: gradients are "
+    "neither scaled nor divided",
     WARNING,
 )
 def plain_backward(facts: Facts) -> Iterator[Said]:
@@ -172,7 +172,8 @@ def plain_backward(facts: Facts) -> Iterator[Said]:
 
 @topic(
     "deepspeed-several-models",
-    "several models or optimizers for one Accelerator under DeepSpeed, which accepts one of each",
+    "the script prepares several models or optimizers with one Accelerator under DeepSpeed, which "
+    "accepts one of each",
     WARNING,
 )
 def deepspeed_models(facts: Facts) -> Iterator[Said]:

@@ -506,8 +506,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "state-in-no-checkpoint",
         lambda one: one.state == "loss" and one.is_first and one.was_loaded,
-        "the loss depends on a state in no checkpoint, such as a random generator of the script's "
-        "own, or the training mode of the model",
+        "the loss depends on a state that no checkpoint contains, such as the script's own random "
+        "generator, or the training mode of the model",
         "accelerator.register_for_checkpointing(generator) with a state_dict, and model.train() "
         "after a resume",
         trainer_change="save and load that state in a callback of the Trainer",
