@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,6 +18,7 @@ from ckptfix.checkpoint.neighbours import Siblings
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.findings.base import Resume
 from tests.commanding import Said, said
+from tests.diagnosis.builders import new_accelerator
 from tests.diagnosis.test_resumable import Change, edited
 
 __all__ = ["said"]
@@ -45,9 +44,7 @@ class Run:
     """A run of one network."""
 
     def __init__(self, net: nn.Module | None = None, *, groups: int = 1) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         self.net = net or Net()
         trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         cut = len(trained) // groups

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
@@ -18,6 +17,7 @@ from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
 from ckptfix.diagnosis import siblings
 from ckptfix.storage import stores
 from tests.checkpoint.test_second_prepare import Net, adamw, step, wrap
+from tests.diagnosis.builders import new_accelerator
 from tests.repairs.builders import save_states
 from tests.stores.servers import QUICK, upload_folder
 
@@ -37,11 +37,8 @@ class Average:
 
 def prepared(folder: Path, *, optimizers: int = 2, averages: int = 1) -> Accelerator:
     """Return the Accelerator of a script with a model per optimizer and scheduler."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
+    accelerator = new_accelerator(
+        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     )
     for number in range(optimizers):
         model = nn.Linear(2, 2 + number)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckptfix.diagnosis.check import check
+from tests.diagnosis.builders import new_accelerator
 
 pytest.importorskip("torchdata")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,10 +31,8 @@ class Run:
     def __init__(
         self, *, shuffle: bool = False, is_iterable: bool = False, workers: int = 1
     ) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        self.accelerator = Accelerator(cpu=True, dataloader_config=config)
+        self.accelerator = new_accelerator(dataloader_config=config)
         model = nn.Linear(2, 1)
         data: Any = Numbers() if is_iterable else list(range(8))
         self.loaders = [

@@ -532,9 +532,9 @@ def edits(
     tuples = {name: tuple(shape) for name, shape in frozen_shapes.items()}
     words = "the shape of 'frozen.bias' is invalid"
     yield "frozen", {**states, "frozen_param_shapes": tuples}, words
-    for value in (None, {"head.weight": 3}):
-        words = "shared_params is not a dict of names"
-        yield f"shared {value!r}", {**states, "shared_params": value}, words
+    words = "shared_params is not a dict of names"
+    yield "shared None", {**states, "shared_params": None}, words
+    yield "shared name 3", {**states, "shared_params": {"head.weight": 3}}, words
     for key in sorted(frozen):
         for nothing in empty:
             words = "only one of frozen_param_shapes and"

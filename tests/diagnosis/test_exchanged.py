@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix import Keys, Policy, check, repair
 from ckptfix.storage import stores
+from tests.diagnosis.builders import new_accelerator
 from tests.diagnosis.test_mixed_saves import exchange
 from tests.stores.servers import upload_folder
 
@@ -31,9 +30,7 @@ class Run:
     def __init__(
         self, optimizer: Optimizer = torch.optim.AdamW, *, is_crossed: bool = False
     ) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         first = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         self.models = [first, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))]
         self.optimizers = [optimizer(model.parameters(), lr=0.01) for model in self.models]
@@ -384,9 +381,7 @@ class OneModel:
     """A run of one network, which makes a step before each save."""
 
     def __init__(self, optimizer: Callable[..., Any]) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.accelerator.prepare(self.model, self.optimizer)

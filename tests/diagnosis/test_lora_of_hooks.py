@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from diffusers import StableDiffusionPipeline
 from diffusers import utils as diffusers_utils
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check
-from tests.diagnosis.builders import problems
+from tests.diagnosis.builders import new_accelerator, problems
 from tests.diagnosis.test_models_of_hooks import unet
 
 peft: Any = pytest.importorskip("peft")
@@ -35,10 +33,8 @@ class Script:
     """
 
     def __init__(self, *, embeddings: bool = False, pipeline: bool = True, **options: Any) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
         torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         self.pipeline: Any = StableDiffusionPipeline if pipeline else None
         self.utils: Any = diffusers_utils
         self.model = unet().requires_grad_(False)

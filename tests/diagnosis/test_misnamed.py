@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 
 from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.filenames import copied_state
+from tests.diagnosis.builders import new_accelerator
 from tests.diagnosis.test_wrong_states import Counter
 from tests.sampling import sampled
 from tests.stores.servers import upload_folder
@@ -39,9 +38,6 @@ class Run:
     """Two different models, each with its optimizer and scheduler, and two custom objects."""
 
     def __init__(self) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        assert PartialState._shared_state == {}
         torch.manual_seed(0)
         self.models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)]
         optimizers = [
@@ -52,7 +48,7 @@ class Run:
             torch.optim.lr_scheduler.StepLR(optimizer, 2 + at)
             for at, optimizer in enumerate(optimizers)
         ]
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         self.accelerator.prepare(*self.models, *optimizers, *schedulers)
         counters = [Counter(), Counter()]
         self.accelerator.register_for_checkpointing(*counters)
@@ -263,9 +259,7 @@ class Small:
     """One model with its optimizer."""
 
     def __init__(self, model: Any = None, *, has_scaler: bool = False) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         model = torch.nn.Linear(3, 2) if model is None else model
         optimizer = torch.optim.AdamW(model.parameters())
         self.accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
@@ -452,9 +446,7 @@ def test_own_files_of_a_script_with_marks_are_no_finding(small: Path, mark: str)
 @pytest.mark.parametrize("name", ["model-1.safetensors", "optimizer-1.bin"])
 def test_a_script_that_saves_an_object_itself_by_a_number(tmp_path: Path, name: str) -> None:
     """It prepares only the other one."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     folder = tmp_path / "folder"

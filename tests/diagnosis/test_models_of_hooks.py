@@ -12,14 +12,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from ckptfix import check, latest_checkpoint
-from tests.diagnosis.builders import problems
+from tests.diagnosis.builders import new_accelerator, problems
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -81,10 +79,8 @@ class Script:
         pops: bool = True,
         **options: Any,
     ) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
         torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = new_accelerator()
         makers: dict[str, Callable[[], Any]] = {
             "text_encoder": text_encoder,
             "controlnet": controlnet,

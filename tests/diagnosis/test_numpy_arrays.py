@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import load
 from transformers.trainer_pt_utils import safe_globals
 
 from ckptfix import check
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle
+from tests.diagnosis.builders import new_accelerator
 
 KINDS = {
     "f8": "float64",
@@ -55,10 +55,7 @@ class Table(torch.optim.lr_scheduler.LRScheduler):  # type: ignore[misc]
 
 
 def prepared(dtype: str) -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    assert PartialState._shared_state == {}
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accelerator.prepare(model, optimizer, Table(optimizer, dtype))

@@ -135,7 +135,6 @@ def foreign(make: Callable[[Any], dict[str, Any]], **options: Any) -> Make:
 
 # Those of torch are healthy in test_optimizer_steps.py, each with its damages.
 HEALTHY: dict[str, Make] = {
-    "capturable": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)),
     "reversed": lambda model: torch.optim.AdamW(list(model.parameters())[::-1]),
     "transformers": lambda model: transformers.optimization.Adafactor(model.parameters()),
     "bitsandbytes": foreign(eight_bit, betas=(0.9, 0.999), eps=1e-8, alpha=0.0, t_alpha=None),

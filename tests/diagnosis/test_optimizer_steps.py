@@ -575,14 +575,6 @@ def test_two_optimizers_of_one_model_in_one_state_are_healthy(tmp_path: Path) ->
     assert check(root).status == 0, found(root)
 
 
-def test_adafactor_of_transformers_is_healthy(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = net()
-    optimizer = transformers.optimization.Adafactor(model.parameters())
-    step(model, optimizer)
-    assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_dcp_folder_without_a_state_of_one_parameter(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

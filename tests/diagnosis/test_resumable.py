@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file, save_file
 
@@ -22,6 +21,7 @@ from ckptfix import check, latest_checkpoint
 from ckptfix.checkpoint.latest import time_of
 from ckptfix.diagnosis.resumable import choose, examine
 from tests.commanding import Said, said
+from tests.diagnosis.builders import new_accelerator
 from tests.diagnosis.test_passed_over import gone
 from tests.diagnosis.test_wrong_states import exchanged
 
@@ -32,10 +32,8 @@ Change = Callable[[Path], object]
 
 def prepared() -> tuple[Accelerator, list[Any], list[Any]]:
     """Return the objects of a script with a generator and a discriminator."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     models = [torch.nn.Linear(4, 3), torch.nn.Linear(5, 2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 5) for one in optimizers]
@@ -277,8 +275,6 @@ def test_a_script_that_dropped_an_object_loses_no_save(run: Path, names: tuple[s
     """
     for number in (4, 5, 6):
         root = run / f"checkpoint_{number}"
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
         accelerator, _, _ = prepared()
         for kind, objects in (
             ("model", accelerator._models),
@@ -324,10 +320,8 @@ def test_a_file_of_the_trainer_that_it_starts_anew(tmp_path: Path) -> None:
 
 def prepared_loader() -> tuple[Accelerator, Any]:
     """Return a script with a dataloader whose position is saved."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     settings = DataLoaderConfiguration(use_stateful_dataloader=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    accelerator = new_accelerator(dataloader_config=settings)
     accelerator.prepare(torch.nn.Linear(1, 1))
     loader = accelerator.prepare(
         torch.utils.data.DataLoader(torch.arange(8.0).unsqueeze(1), batch_size=1)

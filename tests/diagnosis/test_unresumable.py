@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.state import AcceleratorState, GradientState
 
 from ckptfix import check, latest_checkpoint
+from tests.diagnosis.builders import new_accelerator
 
 INDEX = "model.safetensors.index.json"
 
@@ -19,9 +19,7 @@ def script(*, hooks: bool, config: bool = False) -> Accelerator:
     """Return the Accelerator of a script. ``hooks``: they save the model in shards, with ``config``
     as transformers.
     """
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -16,7 +16,6 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckptfix import check, latest_checkpoint
-from ckptfix.errors import UsageError
 from tests.sampling import sampled
 
 CODES = ("wrong-state", "unknown-state")
@@ -209,12 +208,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=" <- ".join)
 def test_every_content_that_a_load_refuses_or_misreads_is_found(
-    case: tuple[str, str], saved: dict[str, Any], tmp_path: Path
+    case: tuple[str, str], saved: dict[str, Any], root: Path
 ) -> None:
     name, content = case
-    root = Run().save(tmp_path / "checkpoint_0")
-    assert told(root) == []
-    assert loads(root) == "right"
     torch.save(CONTENTS[content](saved), root / name)
     if loads(root) == "right":
         assert told(root) == []
@@ -223,27 +219,12 @@ def test_every_content_that_a_load_refuses_or_misreads_is_found(
         assert f" {name}: it holds " in told(root)[0]
 
 
-def test_the_cases_include_each_way_a_load_goes_wrong(
-    saved: dict[str, Any], tmp_path: Path
-) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
-    torch.save(saved[OPTIMIZER], root / SCHEDULER)
-    assert loads(root) == "wrong", "the scheduler starts anew, and no error is raised"
-    torch.save(saved[SCHEDULER], root / OPTIMIZER)
-    assert loads(root) == "KeyError"
-    root = Run().save(tmp_path / "checkpoint_1")
-    torch.save({}, root / RANDOM)
-    assert loads(root) == "wrong", "load_state catches every error about random states"
-
-
 @pytest.mark.parametrize("names", [
     (OPTIMIZER, SCHEDULER), (OPTIMIZER, RANDOM), (SCHEDULER, RANDOM), (OPTIMIZER, SCALER),
     (SCHEDULER, SCALER), (RANDOM, SCALER),
 ], ids=" and ".join)  # fmt: skip
-def test_two_files_that_were_exchanged_name_each_other(
-    names: tuple[str, str], tmp_path: Path
-) -> None:
-    root = exchanged(Run().save(tmp_path / "checkpoint_0"), *names)
+def test_two_files_that_were_exchanged_name_each_other(names: tuple[str, str], root: Path) -> None:
+    exchanged(root, *names)
     assert loads(root) != "right"
     sentences = told(root, "wrong-state")
     assert len(sentences) == 2
@@ -272,8 +253,7 @@ def scales(state: Any) -> bool:
 @pytest.mark.parametrize(
     "state", [[1], None, 3, "x", {"growth_factor": 2.0}, {"scale": 1.0}], ids=repr
 )
-def test_contents_that_no_scaler_loads(state: Any, tmp_path: Path) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
+def test_contents_that_no_scaler_loads(state: Any, root: Path) -> None:
     torch.save(state, root / SCALER)
     assert not scales(state)
     (sentence,) = told(root)
@@ -283,16 +263,15 @@ def test_contents_that_no_scaler_loads(state: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "state", [{"mean": torch.ones(3)}, (torch.ones(3), torch.ones(3)), torch.ones(3)]
 )
-def test_a_script_may_scale_its_data(state: Any, tmp_path: Path) -> None:
+def test_a_script_may_scale_its_data(state: Any, root: Path) -> None:
     """Only a run with fp16 loads ``scaler.pt``, and nothing in the folder shows one."""
-    root = Run().save(tmp_path / "checkpoint_0")
     torch.save(state, root / SCALER)
     assert told(root) == []
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANDOM, SCALER])
-def test_a_custom_object_is_named_as_the_partner_alone(name: str, tmp_path: Path) -> None:
-    root = exchanged(Run().save(tmp_path / "checkpoint_0"), name, CUSTOM)
+def test_a_custom_object_is_named_as_the_partner_alone(name: str, root: Path) -> None:
+    exchanged(root, name, CUSTOM)
     assert loads(root) != "right"
     (sentence,) = told(root)
     assert sentence.startswith(f"unknown-state: {name}: it holds a dict without ")
@@ -322,9 +301,8 @@ def test_the_second_optimizer_is_judged_and_the_nearest_partner_is_named(tmp_pat
 
 
 def test_samplers_and_data_loaders_are_judged_by_other_states_alone(
-    saved: dict[str, Any], tmp_path: Path
+    saved: dict[str, Any], root: Path
 ) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
     torch.save({"position": 1}, root / "dl_state_dict.bin")
     assert told(root) == []
     for name in ("dl_state_dict.bin", "sampler.bin"):
@@ -333,13 +311,11 @@ def test_samplers_and_data_loaders_are_judged_by_other_states_alone(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", [SCHEDULER, OPTIMIZER])
+@pytest.mark.parametrize(("name", "workers"), [(SCHEDULER, 0), (SCHEDULER, 1), (OPTIMIZER, 0)])
 def test_the_state_of_a_data_loader_in_place_of_another_is_told(
-    name: str, workers: int, tmp_path: Path
+    name: str, workers: int, root: Path
 ) -> None:
     loading = pytest.importorskip("torchdata.stateful_dataloader")
-    root = Run().save(tmp_path / "checkpoint_0")
     loader = loading.StatefulDataLoader(list(range(8)), num_workers=workers)
     next(iter(loader))
     torch.save(loader.state_dict(), root / "dl_state_dict.bin")
@@ -351,8 +327,7 @@ def test_the_state_of_a_data_loader_in_place_of_another_is_told(
     assert f"{name}: it holds a data loader's state" in words
 
 
-# --- healthy twins
-# -------------------------------------------------------------------------------------------------
+# healthy twins
 
 
 class Lookahead(torch.optim.Optimizer):  # type: ignore[misc]
@@ -495,9 +470,8 @@ def test_no_scheduler_is_blamed(scheduler: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [[1], (1,), 3, None, torch.ones(1)], ids=repr)
 def test_a_state_that_a_class_of_the_script_may_read_is_a_warning(
-    state: Any, tmp_path: Path
+    state: Any, root: Path, tmp_path: Path
 ) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
     for name, problem in (
         (SCHEDULER, "torch's schedulers cannot continue from it"),
         (OPTIMIZER, "torch's optimizers cannot load it"),
@@ -520,8 +494,7 @@ def test_a_custom_object_may_be_anything(tmp_path: Path) -> None:
         assert told(root) == []
 
 
-def test_a_disabled_scaler_saves_an_empty_dict(tmp_path: Path) -> None:
-    root = Run().save(tmp_path / "checkpoint_0")
+def test_a_disabled_scaler_saves_an_empty_dict(root: Path) -> None:
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     torch.save(disabled.state_dict(), root / SCALER)
     assert told(root) == []
@@ -544,8 +517,7 @@ def test_files_of_a_script_are_judged_by_other_states_alone(
     ]
 
 
-# --- the Trainer
-# ---------------------------------------------------------------------------------------------------
+# the Trainer
 
 
 def trainer_folder(root: Path, saved: dict[str, Any]) -> Path:
@@ -596,11 +568,12 @@ def test_random_states_of_the_trainer_need_their_keys(
     assert sentence.endswith("(expected the Trainer's random states)")
 
 
-def test_random_states_without_a_step_are_a_note(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_random_states_without_a_step_are_a_note(
+    saved: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     """Measured: accelerate 0.34 to 1.15 load the random states and keep their own step, 0.33 raises
     a KeyError.
     """
-    root = Run().save(tmp_path / "checkpoint_0")
     torch.save({key: value for key, value in saved[RANDOM].items() if key != "step"}, root / RANDOM)
     assert loads(root) == "wrong"
     report = check(root)
@@ -613,40 +586,16 @@ def test_random_states_without_a_step_are_a_note(saved: dict[str, Any], tmp_path
     assert latest_checkpoint(tmp_path) == root
 
 
-# --- the newest complete checkpoint
-# --------------------------------------------------------------------------------
+# the newest complete checkpoint
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, SCHEDULER, RANDOM, CUSTOM, SCALER])
-def test_a_cut_state_is_passed_over(name: str, tmp_path: Path) -> None:
-    older, newest = (Run().save(tmp_path / f"checkpoint_{number}") for number in range(2))
+def test_a_cut_state_is_passed_over(name: str, root: Path, tmp_path: Path) -> None:
+    newest = Path(shutil.copytree(root, tmp_path / "checkpoint_1"))
     assert latest_checkpoint(tmp_path) == newest
     os.truncate(newest / name, (newest / name).stat().st_size // 2)
     assert loads(newest) != "right"
     with pytest.warns(
         UserWarning, match=rf"chose checkpoint_0 and passed over checkpoint_1: {name}: "
     ):
-        assert latest_checkpoint(tmp_path) == older
-
-
-def test_exchanged_states_are_passed_over(tmp_path: Path) -> None:
-    older, newest = (Run().save(tmp_path / f"checkpoint_{number}") for number in range(2))
-    exchanged(newest, OPTIMIZER, SCHEDULER)
-    with pytest.warns(
-        UserWarning,
-        match=r"checkpoint_1: optimizer.bin holds a scheduler's state, not an optimizer's state",
-    ):
-        assert latest_checkpoint(tmp_path) == older
-    exchanged(older, OPTIMIZER, RANDOM)
-    with pytest.raises(
-        UsageError, match=r"checkpoint_0: optimizer.bin holds accelerate's random states"
-    ):
-        latest_checkpoint(tmp_path)
-
-
-def test_a_state_that_a_custom_class_might_load_is_not_passed_over(tmp_path: Path) -> None:
-    Run().save(tmp_path / "checkpoint_0")
-    newest = Run().save(tmp_path / "checkpoint_1")
-    torch.save({"moments": torch.ones(2)}, newest / OPTIMIZER)
-    assert told(newest)
-    assert latest_checkpoint(tmp_path) == newest
+        assert latest_checkpoint(tmp_path) == root
