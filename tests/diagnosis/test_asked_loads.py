@@ -141,11 +141,7 @@ ODD_CONFIGS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a library that is missing": ({"quantization_config": {"quant_method": "hqq"}}, "ImportError"),
     "another file": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
     "text for a number": ({"vocab_size": "8"}, None),
-    "a number beyond all": ({"hidden_size": 10**30}, None),
-    "an odd quantization": ({"quantization_config": "x"}, None),
     "a division by zero": ({"num_attention_heads": 0}, None),
-    "a list for a setting": ({"rope_parameters": [1]}, None),
-    "an unknown activation": ({"hidden_act": "odd"}, None),
     "an unknown type": ({"model_type": "odd"}, None),
     "a type without such a model": ({"model_type": "vit"}, None),
 }

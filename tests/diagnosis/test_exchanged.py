@@ -224,8 +224,9 @@ def foreign(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"encoder.weight": torch.rand(5, 5), "encoder.bias": torch.rand(5)}
 
 
-@pytest.mark.parametrize("change", [foreign, lambda state: {}])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("change", "at"), [(foreign, 0), (foreign, 1), (foreign, 2), (lambda state: {}, 2)]
+)
 def test_the_model_of_another_run_is_told(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], at: int, tmp_path: Path
 ) -> None:

@@ -69,8 +69,9 @@ PAIRS = [
 """Two families of which a loader takes one, the first of them first."""
 
 
-@pytest.mark.parametrize("data", [False, True])
-@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("pair", "data"), [*((pair, False) for pair in PAIRS), *((pair, True) for pair in PAIRS[:2])]
+)
 def test_other_values_in_two_families_are_a_warning(
     tmp_path: Path, pair: tuple[str, str], data: bool
 ) -> None:
@@ -285,7 +286,7 @@ def test_a_damaged_family_is_damaged_and_not_another_save(tmp_path: Path) -> Non
             REAL[loader](tmp_path)
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module.module."])
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.module."])
 def test_wrappers_of_one_family_are_no_other_keys(tmp_path: Path, wrapper: str) -> None:
     write(tmp_path / "model.safetensors", values(0))
     for number, code in enumerate(("second-family", "stale-family")):

@@ -109,8 +109,14 @@ def _others(name: str) -> list[str]:
     return [name.capitalize(), *(f"{stem}{end}{suffix}" for end in ends)]
 
 
-RENAMED = [(library, name, other) for library, name in WRITTEN.items() for other in _others(name)]
-RENAMED.append(("transformers", "model.safetensors", "pytorch_model.safetensors"))
+RENAMED = [
+    *(("transformers", "model.safetensors", other) for other in _others("model.safetensors")),
+    ("transformers", "model.safetensors", "pytorch_model.safetensors"),
+    *(
+        (library, WRITTEN[library], _others(WRITTEN[library])[1])
+        for library in ("diffusers", "peft")
+    ),
+]
 
 
 @pytest.mark.parametrize(("library", "name", "other"), RENAMED)
@@ -312,7 +318,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("other", "has_logs", "has_config"),
     [
-        *((other, True, True) for other in _others("adapter_model.safetensors")),
+        ("adapter_model (1).safetensors", True, True),
         ("adapter_model_old.safetensors", True, False),
         ("adapter_model_old.safetensors", False, False),
     ],
@@ -491,8 +497,10 @@ NOWHERE: Mapping[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NOWHERE)
-@pytest.mark.parametrize("library", CONFIGS)
+@pytest.mark.parametrize(
+    ("library", "case"),
+    [*(("transformers", case) for case in NOWHERE), *((name, "a folder") for name in CONFIGS)],
+)
 def test_a_config_that_leads_nowhere(
     exports: Mapping[str, Path], copied: Callable[[str], Path], library: str, case: str
 ) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from safetensors import safe_open
 from ckptfix import Policy, check, latest_checkpoint, repair, salvage, undo
 from ckptfix.errors import UsageError
 from tests.diagnosis.test_families import values, write
-from tests.diagnosis.test_odd_indexes import OLDEST, Diffusers, Library, Transformers
+from tests.diagnosis.test_odd_indexes import Diffusers, Library, Transformers
 from tests.weight_loaders import REAL
 
 
@@ -87,25 +85,6 @@ def test_an_index_that_transformers_leaves_when_it_saves_one_file_is_a_note(
     assert notes(path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not OLDEST.exists(), reason="needs the oldest transformers: see README.md")
-def test_the_oldest_transformers_takes_the_file_too(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    library = saved_twice(Transformers(), path)
-    torch.save(library.model.state_dict(), tmp_path / "expected.pt")
-    script = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from transformers import LlamaForCausalLM
-model = LlamaForCausalLM.from_pretrained(sys.argv[3]).state_dict()
-assert all(torch.equal(model[key], tensor) for key, tensor in torch.load(sys.argv[2]).items())
-"""
-    subprocess.run(
-        [sys.executable, "-c", script, str(OLDEST), str(tmp_path / "expected.pt"), str(path)],
-        check=True,
-    )
-
-
 def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(
     tmp_path: Path,
 ) -> None:
@@ -135,8 +114,9 @@ def test_an_index_that_diffusers_leaves_stops_its_loads_until_it_is_deleted(
     assert notes(path) == []
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-@pytest.mark.parametrize("name", ["head.safetensors", "head-00001-of-00001.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "lost"), [("head.safetensors", 1), ("head-00001-of-00001.safetensors", 2)]
+)
 def test_a_file_of_a_script_is_not_advised_to_be_deleted_with_an_index(
     tmp_path: Path, name: str, lost: int
 ) -> None:

@@ -22,16 +22,9 @@ from tests.stores.servers import upload_folder
 
 Change = Callable[[Path], object]
 STATES = (
-    "model.safetensors",
-    "model_1.safetensors",
-    "optimizer.bin",
-    "optimizer_1.bin",
-    "scheduler.bin",
-    "scheduler_1.bin",
-    "random_states_0.pkl",
-    "custom_checkpoint_0.pkl",
-    "custom_checkpoint_1.pkl",
-)
+    "model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin", "scheduler.bin",
+    "scheduler_1.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl",
+)  # fmt: skip
 
 
 class Run:
@@ -149,8 +142,9 @@ def test_a_stem_of_the_other_format_is_reported(folder: Path, name: str, near: s
     assert problems(folder) == []
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_empty"), [*((name, False) for name in STATES), ("optimizer.bin", True)]
+)
 def test_a_folder_by_the_name_of_a_state_is_an_error(
     folder: Path, name: str, is_empty: bool
 ) -> None:
@@ -162,28 +156,18 @@ def test_a_folder_by_the_name_of_a_state_is_an_error(
     assert ("not-a-tensor-file", f"{name} is a folder") in problems(folder)
 
 
+def _copied(name: str, to: str) -> Change:
+    return lambda folder: shutil.copy(folder / name, folder / to)
+
+
 _HARMLESS: dict[str, Change] = {
-    "a copy of a model with a zero": lambda folder: shutil.copy(
-        folder / "model_1.safetensors", folder / "model_01.safetensors"
-    ),
-    "an export of the first model": lambda folder: shutil.copy(
-        folder / "model.safetensors", folder / "model_02.safetensors"
-    ),
-    "a second download": lambda folder: shutil.copy(
-        folder / "optimizer.bin", folder / "optimizer (1).bin"
-    ),
-    "a copy in capitals": lambda folder: shutil.copy(
-        folder / "scheduler.bin", folder / "SCHEDULER.BIN"
-    ),
-    "a number far beyond": lambda folder: shutil.copy(
-        folder / "optimizer.bin", folder / "optimizer_007.bin"
-    ),
-    "other random states": lambda folder: shutil.copy(
-        folder / "random_states_0.pkl", folder / "random_states_00.pkl"
-    ),
-    "a custom object in capitals": lambda folder: shutil.copy(
-        folder / "custom_checkpoint_0.pkl", folder / "CUSTOM_CHECKPOINT_0.PKL"
-    ),
+    "a copy of a model with a zero": _copied("model_1.safetensors", "model_01.safetensors"),
+    "an export of the first model": _copied("model.safetensors", "model_02.safetensors"),
+    "a second download": _copied("optimizer.bin", "optimizer (1).bin"),
+    "a copy in capitals": _copied("scheduler.bin", "SCHEDULER.BIN"),
+    "a number far beyond": _copied("optimizer.bin", "optimizer_007.bin"),
+    "other random states": _copied("random_states_0.pkl", "random_states_00.pkl"),
+    "a custom object in capitals": _copied("custom_checkpoint_0.pkl", "CUSTOM_CHECKPOINT_0.PKL"),
     "a folder of plots": lambda folder: (folder / "model_1").mkdir(),
     "notes": lambda folder: (folder / "optimizer_1.txt").write_text("x"),
 }
@@ -341,8 +325,10 @@ def test_a_state_under_another_name_is_missed_once(small: Path, name: str) -> No
     assert problems(small) == [lacks(name, name.capitalize())]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
-@pytest.mark.parametrize("ending", [".bak", ".old"])
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [("model.safetensors", ".bak"), ("optimizer.bin", ".old"), ("scheduler.bin", ".bak")],
+)
 def test_a_file_that_was_set_aside_and_is_needed_is_missing(
     small: Path, name: str, ending: str
 ) -> None:
@@ -391,16 +377,8 @@ def test_a_second_model_that_was_set_aside_is_not_missed(small: Path) -> None:
 # All files of a second model, or of a folder, with the mark of a browser or a file manager.
 
 MARKS = (
-    "-1",
-    " (1)",
-    " copy",
-    " - Copy",
-    " - Copy (2)",
-    " copy 2",
-    " (copy)",
-    " (another copy)",
-    " 2",
-)
+    "-1", " (1)", " copy", " - Copy", " - Copy (2)", " copy 2", " (copy)", " (another copy)", " 2",
+)  # fmt: skip
 SECOND = ("model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin")
 
 
@@ -409,8 +387,7 @@ def _marked(name: str, mark: str) -> str:
     return f"{stem}{mark}.{suffix}"
 
 
-@pytest.mark.parametrize("mark", MARKS)
-@pytest.mark.parametrize("names", [SECOND, STATES])
+@pytest.mark.parametrize(("names", "mark"), [(SECOND, "-1"), *((STATES, mark) for mark in MARKS)])
 def test_all_files_have_the_mark_of_a_copy(folder: Path, names: tuple[str, ...], mark: str) -> None:
     for name in names:
         (folder / name).rename(folder / _marked(name, mark))

@@ -458,12 +458,24 @@ for path in sys.argv[2:]:
     model = LlamaForCausalLM.from_pretrained(path, device_map={"": "cpu"}).state_dict()
     print(json.dumps(all(torch.equal(model[key], tensor) for key, tensor in expected.items())))
 """
+
+
+def one_complete_file_next_to_an_index_without_shards(folder: Folder) -> None:
+    tensors = {
+        key: each for number in (1, 2, 3) for key, each in read(folder.shard(number)).items()
+    }
+    write(folder.path / f"{folder.stem}{folder.suffix}", tensors)
+    for number in (1, 2, 3):
+        folder.shard(number).unlink()
+
+
 _FOR_OLDEST = (
     nothing,
     a_key_of_a_shard_is_not_listed,
     a_buffer_of_a_shard_is_not_listed,
     a_tensor_is_in_two_shards,
     *(two_shards_hold_other_values_of_a_key, another_total_size),
+    one_complete_file_next_to_an_index_without_shards,
 )
 
 
@@ -483,7 +495,7 @@ def test_an_index_is_damaged_if_the_oldest_transformers_leaves_a_tensor_random(
     environment = {**os.environ, "PYTHONPATH": str(OLDEST)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     loads = [json.loads(line) for line in result.stdout.splitlines()]
-    expected = [True, False, True, True, False, True] * 2
+    expected = [True, False, True, True, False, True, True] * 2
     assert [not verdict(path) for path in folders] == loads == expected
 
 

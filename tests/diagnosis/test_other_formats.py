@@ -80,7 +80,6 @@ OTHERS: tuple[tuple[Callable[[Path], None], str], ...] = (
     (torch_export_before_2_7, "torch.export program"),
     (keras, "zip archive from another program"),
 )
-NAMES = [make.__name__ for make, _ in OTHERS]
 
 
 def torchscript(path: Path) -> None:
@@ -109,8 +108,13 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
-@pytest.mark.parametrize("name", ["exported.bin", "exported.pt", "exported.pth.tar"])
+@pytest.mark.parametrize(
+    ("make", "words", "name"),
+    [
+        *((make, words, "exported.bin") for make, words in OTHERS),
+        (npz, "numpy npz archive", "exported.pt"), (npz, "numpy npz archive", "exported.pth.tar"),
+    ],
+)  # fmt: skip
 def test_it_is_not_checked_and_said_once(
     folder: Path, make: Callable[[Path], None], words: str, name: str
 ) -> None:
@@ -128,9 +132,12 @@ def test_it_is_not_checked_and_said_once(
     assert diff(folder, folder).status == 0
 
 
-@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
 @pytest.mark.parametrize(
-    "name", ["exported.other", "model.onnx", "model.gguf", "pytorch_model.pt2"]
+    ("make", "words", "name"),
+    [
+        *((make, words, "exported.other") for make, words in OTHERS),
+        *((onnx, "ONNX model", name) for name in ("model.onnx", "model.gguf", "pytorch_model.pt2")),
+    ],
 )
 def test_asked_for_alone_there_is_nothing_to_check(
     tmp_path: Path, make: Callable[[Path], None], words: str, name: str
@@ -146,10 +153,15 @@ def test_asked_for_alone_there_is_nothing_to_check(
         check(path)
 
 
-@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "student.safetensors"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((make, "pytorch_model.bin") for make, _ in OTHERS),
+        (gguf, "adapter_model.bin"), (gguf, "student.safetensors"),
+    ],
+)  # fmt: skip
 def test_under_the_name_of_weights_it_is_damage(
-    folder: Path, make: Callable[[Path], None], words: str, name: str
+    folder: Path, make: Callable[[Path], None], name: str
 ) -> None:
     make(folder / name)
     if name == "adapter_model.bin":
@@ -347,18 +359,11 @@ def test_raw_numbers_may_begin_with_zeros(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "pytorch_model.bin",
-        "adapter_model.bin",
-        "student.safetensors",
-        "optimizer.pt",
-        "scaler.pt",
-        "mp_rank_00_model_states.pt",
-        "optimizer_0_rank1.bin",
-        "pytorch_model_fsdp.bin",
-        "rng_state_0.pth",
-        "learned_embeds.bin",
+        "pytorch_model.bin", "adapter_model.bin", "student.safetensors", "optimizer.pt",
+        "scaler.pt", "mp_rank_00_model_states.pt", "optimizer_0_rank1.bin",
+        "pytorch_model_fsdp.bin", "rng_state_0.pth", "learned_embeds.bin",
     ],
-)
+)  # fmt: skip
 def test_noise_under_the_name_of_a_loader_is_damage(folder: Path, name: str) -> None:
     (folder / name).write_bytes(NOISE)
     assert (name, 1) in {(str(one.path), check(folder).status) for one in check(folder).findings}
@@ -389,20 +394,11 @@ def test_a_damaged_torch_file_under_a_name_of_a_script_is_damage(folder: Path, n
 @pytest.mark.parametrize(
     "name",
     [
-        "rust_model.ot",
-        "model.tflite",
-        "saved_model.pb",
-        "model.engine",
-        "model.keras",
-        "model.ckpt.index",
-        "model.pdparams",
-        "model.mlmodel",
-        "model.pte",
-        "model.ggml",
-        "openvino_model.bin",
-        "weight.bin",
+        "rust_model.ot", "model.tflite", "saved_model.pb", "model.engine", "model.keras",
+        "model.ckpt.index", "model.pdparams", "model.mlmodel", "model.pte", "model.ggml",
+        "openvino_model.bin", "weight.bin",
     ],
-)
+)  # fmt: skip
 def test_a_config_next_to_weights_of_another_runtime_lacks_none(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
@@ -444,9 +440,7 @@ def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
         (tar, ".tar", "torch.load(FILE, weights_only=False)"),
     ],
 )
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"]
-)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "custom_checkpoint_0.pkl"])
 def test_under_a_loaders_name_the_advice_names_what_reads_it(
     folder: Path, make: Callable[[Path], None], suffix: str, reader: str, name: str
 ) -> None:

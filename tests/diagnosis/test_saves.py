@@ -278,17 +278,10 @@ def test_states_of_an_optimizer_without_a_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "unet/diffusion_pytorch_model.safetensors",
-        "a/b/c/weights.pt",
-        "ema.pth",
-        "weights.npz",
-        "model.pth.tar",
-        "best.th",
-        "program.pt2",
-        "unet/model.pth.tar",
-        "unet/x.msgpack",
+        "unet/diffusion_pytorch_model.safetensors", "a/b/c/weights.pt", "ema.pth", "weights.npz",
+        "model.pth.tar", "best.th", "program.pt2", "unet/model.pth.tar", "unet/x.msgpack",
     ],
-)
+)  # fmt: skip
 def test_weights_that_a_hook_of_the_script_saved_are_a_model(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder.parent / "kept")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -391,16 +384,11 @@ def test_a_sharded_optimizer_without_its_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        ".model.safetensors.a8XkQ1",
-        ".tmpa8XkQ1",
-        "model.safetensors.part",
-        "pytorch_model.bin.incomplete",
-        "optimizer.bin.tmp",
-        ".__0_0.distcp.a8XkQ1",
-        "..metadata.a8XkQ1",
-        ".random_states_0.pkl.ZZZZZZ",
+        ".model.safetensors.a8XkQ1", ".tmpa8XkQ1", "model.safetensors.part",
+        "pytorch_model.bin.incomplete", "optimizer.bin.tmp", ".__0_0.distcp.a8XkQ1",
+        "..metadata.a8XkQ1", ".random_states_0.pkl.ZZZZZZ",
     ],
-)
+)  # fmt: skip
 def test_what_a_cut_copy_left_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"half")
     finding = only(folder)
@@ -418,16 +406,10 @@ def test_what_a_cut_copy_left_is_named(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        ".metadata.tmp",
-        "notes.tmp",
-        ".tmp",
-        "model.safetensors",
-        ".gitignore",
-        ".tmpabc",
-        "model.part",
-        "x.tmp.txt",
+        ".metadata.tmp", "notes.tmp", ".tmp", "model.safetensors", ".gitignore", ".tmpabc",
+        "model.part", "x.tmp.txt",
     ],
-)
+)  # fmt: skip
 def test_other_names_are_none_that_a_cut_copy_leaves(name: str) -> None:
     assert not is_unfinished(name)
 

@@ -534,7 +534,7 @@ def test_an_optimizer_under_the_name_of_accelerate(
         ckptfix.latest_checkpoint(checkpoint.parent)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "version https://git-lfs.github.com/spec/v1"])
+@pytest.mark.parametrize("text", ["", "[]"])
 def test_a_config_that_is_no_json_object(text: str, checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "config.json").write_text(text)
     with pytest.raises((ValueError, TypeError)):
@@ -602,14 +602,7 @@ def test_random_states_that_got_a_rank_are_told(
 
 
 @pytest.mark.parametrize(
-    ("text", "fails"),
-    [
-        ("", False),
-        ('{"max_new_tokens": 7', False),
-        ("version https://git-lfs.github.com/spec/v1", False),
-        ("[]", True),
-        ("null", True),
-    ],
+    ("text", "fails"), [("", False), ('{"max_new_tokens": 7', False), ("[]", True), ("null", True)]
 )
 def test_a_generation_config_that_is_no_json_object(text: str, fails: bool, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -150,19 +150,15 @@ def test_recursive_names_folders_that_may_not_be_listed(
 
 
 @pytest.mark.parametrize(
-    "verb",
+    ("verb", "name"),
     [
-        "repair",
-        "repair --dry-run",
-        "verify",
-        "verify --data",
-        "seal",
-        "seal --force",
-        "salvage",
-        "migrate",
+        *((verb, "model.safetensors") for verb in (
+            "repair", "repair --dry-run", "verify", "verify --data", "seal", "seal --force",
+            "salvage", "migrate",
+        )),
+        *((verb, "optimizer.bin") for verb in ("repair", "verify", "salvage")),
     ],
-)
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+)  # fmt: skip
 def test_no_verb_calls_it_damage(
     folder: Path, tmp_path: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
