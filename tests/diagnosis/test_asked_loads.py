@@ -696,22 +696,32 @@ def test_a_load_from_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "command"), [("", "-m"), (":", "-c"), ("{folder}", "-c")])
-def test_code_in_the_folder_never_runs(path: str, command: str, tmp_path: Path) -> None:
-    """``-m`` and an empty part of PYTHONPATH put the current folder before the libraries."""
+def test_code_in_the_folder_never_runs(tmp_path: Path) -> None:
+    """``-m`` puts the current folder before the libraries."""
     folder = tmp_path / "model"
     of_transformers("llama", llama()).save(folder)
     (folder / "transformers.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    begin = {"-m": ["-m", "ckptfix"], "-c": ["-c", "from ckptfix.cli import main; main()"]}[command]
     ended = subprocess.run(
-        [sys.executable, *begin, "check", "--load", str(folder)], cwd=folder,
-        env={**os.environ, "PYTHONPATH": path.format(folder=folder)}, capture_output=True,
-        text=True,
+        [sys.executable, "-m", "ckptfix", "check", "--load", str(folder)], cwd=folder,
+        env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert not (tmp_path / "ran").exists()
     assert (ended.returncode, "nothing stays random" in ended.stdout) == (0, True), (
         ended.stdout + ended.stderr
     )
+
+
+@pytest.mark.parametrize(("path", "current"), [("", "model"), ("{}/model", "."), (".", "model")])
+def test_the_process_of_a_load_imports_nothing_from_the_folder(
+    path: str, current: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty part of PYTHONPATH is the current folder."""
+    of_transformers("llama", llama()).save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path / current)
+    monkeypatch.setattr(sys, "path", [path.format(tmp_path), *sys.path])
+    imports = loaders._path_of_imports()
+    assert os.path.realpath(tmp_path / "model") not in imports
+    assert {*map(os.path.realpath, sys.path[1:])} - {os.getcwd()} <= {*imports}
 
 
 @pytest.mark.slow

@@ -95,8 +95,9 @@ def test_an_optimizer_whose_step_went_back_is_a_warning(
     assert in_names(output).keys() == {f"checkpoint_{target}"}
 
 
-@pytest.mark.parametrize("schedules", [True, False])
-@pytest.mark.parametrize(("source", "target"), [(5, 1), (4, 0), (5, 3)])
+@pytest.mark.parametrize(
+    ("source", "target", "schedules"), [(5, 1, True), (5, 1, False), (4, 0, False), (5, 3, False)]
+)
 def test_an_optimizer_of_a_later_save_is_found_by_its_step(
     source: int, target: int, schedules: bool, tmp_path: Path
 ) -> None:
@@ -245,8 +246,9 @@ def test_rates_that_no_scheduler_gave_are_found_where_both_schedules_are_equal(
     assert f", as in {name.replace('optimizer', 'scheduler')})" in words
 
 
-@pytest.mark.parametrize("crossed", [False, True])
-@pytest.mark.parametrize("waits", [{5}, {3}, {3, 4, 5}])
+@pytest.mark.parametrize(
+    ("waits", "crossed"), [({5}, False), ({3}, False), ({3, 4, 5}, False), ({3}, True)]
+)
 def test_an_optimizer_that_waits_with_its_schedule_is_clean(
     waits: set[int], crossed: bool, tmp_path: Path
 ) -> None:

@@ -46,10 +46,12 @@ def findings(folder: Folder) -> list[Any]:
     return list(check(folder.path).all_findings)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("kind", "suffix", "numbers"),
-    [(Transformers, ".safetensors", ()), (Diffusers, ".bin", (1, 3))],
+    ("name", "kind", "suffix", "numbers"),
+    [
+        *((name, Transformers, ".safetensors", ()) for name in NAMES),
+        ("another stem", Diffusers, ".bin", (1, 3)),
+    ],
 )
 def test_renamed_shards_are_named_with_the_commands_that_rename_them(
     saved: Any,
@@ -225,11 +227,7 @@ def test_shards_of_another_model_in_a_sub_folder_are_not_named(folder: Folder, w
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("{}.bak", "{}~", "{}.1", "{}.incomplete", "{}.crdownload", "{}.part", "{}.tmp"),
-        *("{upper}", "{upper}.BAK"),
-    ],
+    "name", ["{}.bak", "{}~", "{}.1", "{}.incomplete", "{}.tmp", "{upper}", "{upper}.BAK"]
 )
 def test_a_complete_shard_with_another_ending_is_named(
     library: Library, folder: Folder, name: str

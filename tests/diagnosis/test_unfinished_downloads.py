@@ -98,8 +98,16 @@ def told(program: str, part: Path, folder: Path, name: str) -> str:
     return f"{where}: left over from an interrupted save or copy; {name} is missing"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
-@pytest.mark.parametrize("program", DOWNLOADS)
+SOME = ("Chrome", "Safari", "huggingface_hub")
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        *((program, "optimizer.bin") for program in DOWNLOADS),
+        *((program, name) for program in SOME for name in ("model.safetensors", "scheduler.bin")),
+    ],
+)
 def test_the_download_of_a_state_was_cut_short(folder: Path, program: str, name: str) -> None:
     assert problems(folder) == []
     part = DOWNLOADS[program](folder / name)
@@ -112,7 +120,7 @@ def test_the_download_of_a_state_was_cut_short(folder: Path, program: str, name:
         latest_checkpoint(folder.parent)
 
 
-@pytest.mark.parametrize("program", [*DOWNLOADS, "aria2"])
+@pytest.mark.parametrize("program", [*SOME, "aria2"])
 def test_a_download_of_a_store_is_named(folder: Path, program: str) -> None:
     _cut(
         folder / "optimizer.bin",
@@ -158,9 +166,16 @@ def test_other_files_are_no_downloads(folder: Path, name: str) -> None:
     assert check(folder).status == 0
 
 
-@pytest.mark.parametrize("library", ["transformers", "diffusers", "peft"])
 @pytest.mark.parametrize(
-    "program", [name for name in DOWNLOADS if name not in ("rsync", "an atomic writer")]
+    ("program", "library"),
+    [
+        *(
+            (name, "transformers")
+            for name in DOWNLOADS
+            if name not in ("rsync", "an atomic writer")
+        ),
+        *((name, library) for name in SOME for library in ("diffusers", "peft")),
+    ],
 )
 def test_the_download_of_a_config_was_cut_short(
     exports: Mapping[str, Path],  # noqa: F811
