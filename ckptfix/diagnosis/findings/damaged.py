@@ -445,7 +445,7 @@ class TrainerPickle(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "a pickle with classes of transformers' Trainer; the Trainer loads it, but a plain "
+        "the pickle contains classes of transformers' Trainer; the Trainer loads it, but a plain "
         "`torch.load` refuses it"
     )
     # The file is as it should be.

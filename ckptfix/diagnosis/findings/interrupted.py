@@ -50,8 +50,8 @@ class StagingFolder(Finding, frozen=True, kw_only=True):
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "the staging folder of a guarded save, migrate, salvage or repair that is running or was "
-        "killed: not a checkpoint"
+        "a guarded save, migrate, salvage or repair is running or was killed, and this is its "
+        "staging folder: not a checkpoint"
     )
 
     is_running: bool

@@ -564,7 +564,10 @@ class StrayShard(Finding, frozen=True):
     code = "stray-shard"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it"
+    meaning = (
+        "the folder has a `.distcp` file that `.metadata` does not list: another save left it, and "
+        "loaders ignore it"
+    )
 
     def __str__(self) -> str:
         return f"{self.path} is not listed in .metadata"
@@ -585,7 +588,7 @@ class StaleShard(Finding, frozen=True, kw_only=True):
     action = Action.ASK
     option = "--keep FILE"
     meaning = (
-        "a shard that no index lists, next to a complete model: another save left it, and "
+        "a complete model has an extra shard that no index lists: another save left it, and "
         "loaders that follow the index ignore it. The finding is a warning if torch's "
         "`HuggingFaceStorageReader`, which reads every safetensors file, may load its values"
     )
