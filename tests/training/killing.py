@@ -9,6 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+PATIENCE = 1200
+"""Seconds after which a child is ended: one that hangs must fail its test, and not hold up all."""
+
 _EVENTS = {
     "open",
     "os.rename",
@@ -66,6 +71,10 @@ def in_child(work: Callable[[], None]) -> int:
     if pid == 0:
         # Else a full collection walks through all that the test's process has imported.
         gc.freeze()
+        # OpenMP's threads are not forked: where the test's process had some, the first layer norm
+        # here waited for them for ever, and with it all tests.
+        torch.set_num_threads(1)
+        signal.alarm(PATIENCE)
         code = 1
         try:
             work()

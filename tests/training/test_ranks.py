@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.training.killing import in_child
 from tests.training.ranks import run_ranks
 
 
@@ -21,6 +22,7 @@ def test_ranks_compute_when_the_test_has_used_several_threads() -> None:
     try:
         product()
         assert run_ranks(2, lambda rank: product(), patience=20) == [0, 0]
+        assert in_child(product) == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
