@@ -49,7 +49,7 @@ from ckptfix.repairs.steps import (
 )
 from ckptfix.storage.comparing import Run
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.files import AnyPath, is_symlink, on_disk
+from ckptfix.storage.files import AnyPath, exists, is_symlink, on_disk
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe, RecipePart
 
@@ -384,9 +384,12 @@ class _Writer:
             old if isinstance(old, WeightsIndex) else None, action.weight_map, action.total_size
         )
         pieces = (Literal(data),)
-        if component is None:
-            model = self.root / next(iter(action.weight_map.values()))
-            return Replace(path=action.path, content=Recipe.like(model, pieces), previous=ABSENT)
+        # A broken link, as where the hub's cache has lost a blob, has no bytes, mode or owner.
+        if component is None or not exists(self.root / action.path):
+            previous = ABSENT if component is None else KEPT
+            shard = self.root / next(iter(action.weight_map.values()))
+            content = Recipe.like(shard, pieces)
+            return Replace(path=action.path, content=content, previous=previous)
         with open_reader(self.root / action.path) as reader:
             return self._replace(component, pieces, (Literal(reader.read(0, reader.size)),))
 

@@ -251,6 +251,21 @@ def test_an_unreadable_index_is_written_again(tmp_path: Path, content: bytes) ->
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("target", ["../blobs/gone", INDEX])
+def test_an_index_that_is_a_link_to_nothing_is_written_again(tmp_path: Path, target: str) -> None:
+    """The cache of the hub has lost a blob, or the link leads to itself."""
+    write(tmp_path, {shard(1, 2): {"a": b"1"}, shard(2, 2): {"b": b"2"}}, index=None)
+    (tmp_path / shard(1, 2)).chmod(0o640)
+    (tmp_path / INDEX).symlink_to(target)
+    assert codes(tmp_path) == ["index-mismatch"]
+    assert repair(tmp_path).status == 0
+    assert weight_map(tmp_path) == {"a": shard(1, 2), "b": shard(2, 2)}
+    assert (tmp_path / INDEX).stat().st_mode & 0o777 == 0o640
+    assert codes(tmp_path) == []
+    undo(tmp_path)
+    assert str((tmp_path / INDEX).readlink()) == target
+
+
 def test_an_unreadable_index_of_shards_that_lack_one_stays(tmp_path: Path) -> None:
     write(tmp_path, {shard(1, 2): {"a": b"1"}})
     (tmp_path / INDEX).write_bytes(b"{")
