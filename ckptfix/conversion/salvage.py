@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
-from ckptfix.checkpoint.filenames import model_file
+from ckptfix.checkpoint.filenames import model_file, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.model_files import ModelFiles, group_files
@@ -27,7 +27,7 @@ from ckptfix.diagnosis.completeness import judge_bare
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.config_faults import MissingModel
-from ckptfix.diagnosis.findings.damaged import MalformedFile
+from ckptfix.diagnosis.findings.damaged import FOLDER, MalformedFile, NotATensorFile
 from ckptfix.diagnosis.findings.duplicates import EntryGap
 from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, LostTag, MissingRank
 from ckptfix.diagnosis.output import check_output
@@ -388,6 +388,9 @@ class _Folders:
         for path in self._folder.subfolders:
             if path in inside:
                 continue
+            name = parse_file_name(path.name)
+            if name is not None and name.is_state_file:
+                self.found.lost.append(Lost(str(path), None, f"not a tensor file: {FOLDER}"))
             others += self._below(path)
         self._deepspeed()
         taken = [path for path in others if self._is_file(path)]
@@ -399,13 +402,23 @@ class _Folders:
             self.found.not_checked.append(f"{many}, copied unchecked")
 
     def _deepspeed(self) -> None:
-        """Note the missing parts of ranks of a DeepSpeed checkpoint whose files are intact."""
+        """Note the missing parts of ranks of a DeepSpeed checkpoint whose files are intact, and the
+        folders under the names of files.
+        """
         lost = {one.file for one in self.found.lost}
         for state in diagnose_deepspeed(self._folder):
-            for one in state.findings:
-                if isinstance(one, MissingRank | MalformedFile) and str(one.path) not in lost:
-                    kind = "missing" if isinstance(one, MissingRank) else "malformed"
-                    self.found.lost.append(Lost(str(one.path), None, f"{kind}: {one.detail}"))
+            for finding in state.findings:
+                match finding:
+                    case MissingRank():
+                        reason = f"missing: {finding.detail}"
+                    case MalformedFile():
+                        reason = f"malformed: {finding.detail}"
+                    case NotATensorFile(content=content) if content == FOLDER:
+                        reason = f"not a tensor file: {FOLDER}"
+                    case _:
+                        continue
+                if str(finding.path) not in lost:
+                    self.found.lost.append(Lost(str(finding.path), None, reason))
 
     def _is_file(self, path: PurePosixPath) -> bool:
         if str(path) == REPORT:

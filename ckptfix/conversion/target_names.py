@@ -28,7 +28,7 @@ from ckptfix.checkpoint.folder_names import dcp_model_folder, parse_folder_name
 from ckptfix.checkpoint.rank_names import parse_rank_file_name
 from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.storage.files import AnyPath, is_symlink, relative, stat_of, walk
+from ckptfix.storage.files import AnyPath, is_file, is_symlink, relative, stat_of, walk
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, OF_FILES, RECEIPT, list_folder
 from ckptfix.storage.reading import read_start
@@ -425,15 +425,13 @@ class Config(Brief, Struct, frozen=True):
 
 
 def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
-    """Return the config of a folder, or of a model in its sub-folder. Raises OSError when it cannot
-    be read.
+    """Return the config of a folder, or of a model in its sub-folder; an empty one where its name
+    is that of a folder or a broken link. Raises OSError when it cannot be read.
     """
-    if source.only is not None or is_lone(source):
+    path = source.root / home / NAME
+    if source.only is not None or is_lone(source) or not is_file(path):
         return Config()
-    try:
-        found = json_object(source.root / home / NAME)
-    except FileNotFoundError:
-        return Config()
+    found = json_object(path)
     return Config(*found) if found is not None else Config()
 
 

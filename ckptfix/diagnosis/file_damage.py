@@ -31,6 +31,7 @@ from ckptfix.checkpoint.folder import (
 from ckptfix.checkpoint.roles import NOT_STATES, Role
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
+    FOLDER,
     FOUND_BY_TORCH,
     CompressedRecord,
     CrcMismatch,
@@ -334,9 +335,13 @@ def diagnose_deepspeed(
 def _state(
     folder: CheckpointFolder, where: PurePosixPath, index: int, reading: Reading
 ) -> DeepSpeedState:
-    # The files of the folder itself are checked with the others of it.
-    of_rank = deepspeed_paths if where.parts else universal_paths
-    paths = list(of_rank(folder.root, where))
+    if where.parts:
+        paths = list(deepspeed_paths(folder.root, where))
+    else:
+        # The files of the folder itself are checked with the others of it, but not a folder that
+        # has the name of one.
+        paths = [path for path in folder.subfolders if is_deepspeed_file(path.name)]
+        paths += universal_paths(folder.root, where)
     findings: list[Finding] = []
     unread: list[str] = []
     unfinished: list[str] = []
@@ -352,6 +357,10 @@ def _state(
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components
         findings += diagnose_files(scanned, reading, crcs=crcs)
+        if scanned.subfolders:
+            # An archive that was extracted into a folder of its name.
+            findings.append(NotATensorFile(path=path, content=FOLDER))
+            is_broken = True
         for one in of_root:
             files, size = files + 1, size + one.size
             identities[path] = one.fingerprint

@@ -44,6 +44,7 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import storages
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.files import AnyPath
+from ckptfix.storage.paths import leads_nowhere
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.single_files import (
     bounded_layout,
@@ -171,18 +172,26 @@ def read_optimizer_states(path: AnyPath) -> OptimizerStates:
 
 @paused_gc()
 def read_states_file(path: AnyPath, understand: Callable[[AnyPath, TorchFile], T]) -> T:
-    """Return what ``understand`` makes of a file. Raises OperationError when it is damaged or
-    another file; OSError.
+    """Return what ``understand`` makes of a file. Raises OperationError when it is damaged, another
+    file, a folder or a broken link; OSError.
     """
     try:
         with open_reader(path) as reader:
             file = read_torch_file(reader)
         return understand(path, file)
     except FormatError as error:
-        raise OperationError(
-            f"{path}: {error}; next: copy it again from where the run saved it, or use another "
-            "checkpoint"
-        ) from error
+        raise _damaged(path, str(error)) from error
+    except OSError as error:
+        # A folder opens like a file: only its bytes cannot be read, an error without a path.
+        if nowhere := leads_nowhere(path):
+            raise _damaged(path, nowhere) from error
+        raise
+
+
+def _damaged(path: AnyPath, why: str) -> OperationError:
+    return OperationError(
+        f"{path}: {why}; next: copy it again from where the run saved it, or use another checkpoint"
+    )
 
 
 def _model_states(path: AnyPath, file: TorchFile) -> ModelStates:

@@ -14,6 +14,7 @@ from ckptfix import OperationError, check, migrate, seal
 from ckptfix.cli import run
 from ckptfix.verification.verify import verify
 from tests.conversion.making import digests_at, names_below, write_safetensors
+from tests.diagnosis.builders import NOWHERE
 
 
 def folder_with(tmp_path: Path, config: object, state: dict[str, torch.Tensor]) -> Path:
@@ -112,6 +113,15 @@ def test_a_config_that_makes_no_sense_is_carried_as_it_is(tmp_path: Path, text: 
         "config.json",
     )
     assert (tmp_path / "b" / "config.json").read_bytes() == text.encode("latin-1")
+
+
+@pytest.mark.parametrize("kind", NOWHERE)
+def test_a_config_that_leads_nowhere_is_none(tmp_path: Path, kind: str) -> None:
+    folder = folder_with(tmp_path, {}, {"w": torch.ones(2)})
+    edit, _ = NOWHERE[kind]
+    edit(folder / "config.json")
+    migrate(folder, tmp_path / "b", to="safetensors", allow_damage=True)
+    assert list(load_file(tmp_path / "b" / "model.safetensors")) == ["w"]
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "fp8"}}])

@@ -183,6 +183,17 @@ def test_a_link_far_below_is_said(tmp_path: Path) -> None:
     assert [one.file for one in salvage(source, tmp_path / "new").lost] == ["extra/deep/linked"]
 
 
+def test_a_folder_under_the_name_of_a_file_is_lost(tmp_path: Path) -> None:
+    """The symptom: 'everything was intact', and no file of that name in the new folder."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(3)}, source / "model.safetensors")
+    (source / "optimizer.bin").mkdir()
+    (source / "optimizer.bin" / "data.pkl").write_bytes(b"1")
+    (lost,) = salvage(source, tmp_path / "new").lost
+    assert (lost.file, lost.reason) == ("optimizer.bin", "not a tensor file: a folder")
+
+
 def write_shards(
     folder: Path, weight_map: "Mapping[str, int]", *shards: "Mapping[str, Any]"
 ) -> "list[Path]":

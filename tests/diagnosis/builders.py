@@ -3,6 +3,7 @@ and what a check tells of a folder.
 """
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,31 @@ def small_unet(**settings: Any) -> Any:
         "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",),
         "add_attention": False, **settings,
     })  # fmt: skip
+
+
+Change = Callable[[Path], object]
+"""A change of a file or folder."""
+
+
+def as_broken_link(path: Path) -> None:
+    """Put a link to a file that does not exist in the place of a file."""
+    path.unlink()
+    path.symlink_to("../blobs/gone")
+
+
+def _as_link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+NOWHERE: Mapping[str, tuple[Change, str]] = {
+    "a broken link": (as_broken_link, "a broken link: ../blobs/gone does not exist"),
+    "a link to itself": (_as_link_to_itself, "a symbolic link that leads to itself"),
+    "a folder": (_as_folder, "a folder"),
+}
+"""Ways in which a name can lead to no file, and the words about each."""

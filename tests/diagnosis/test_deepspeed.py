@@ -24,6 +24,7 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.verification.verify import verify
 from fixtures.make_deepspeed import SCENARIOS
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
+from tests.diagnosis.builders import NOWHERE
 from tests.repairs.builders import RANDOM_STATES, snapshot
 from tests.tensors.test_zero_states import make_universal, moments_of
 from tests.tensors.zero_making import make_zero
@@ -179,6 +180,27 @@ def test_a_file_that_was_cut(saved: Path, tmp_path: Path) -> None:
     assert codes(saved) == [("truncated-file", SECOND_RANK)]
     assert verify(saved).status == 1
     assert [one.file for one in salvage(saved, tmp_path / "new").lost] == [SECOND_RANK]
+
+
+@pytest.mark.parametrize("kind", NOWHERE)
+@pytest.mark.parametrize("file", [SECOND_RANK, "a file of model states"])
+def test_a_file_that_leads_nowhere(file: str, kind: str, saved: Path, tmp_path: Path) -> None:
+    """Such as an archive that was extracted into a folder of its name."""
+    if file != SECOND_RANK:
+        file = f"pytorch_model/{min(path.name for path in saved.glob('*/*_model_states.pt'))}"
+    edit, words = NOWHERE[kind]
+    edit(saved / file)
+    for root, path in ((saved, file), (saved / "pytorch_model", Path(file).name)):
+        assert codes(root) == [("not-a-tensor-file", path)]
+        assert str(check(root).findings[0]) == f"{path} is {words}"
+        assert repair(root).steps == ()
+        assert not seal(root).written
+        assert verify(root).status == 1
+        for state in ("weights", "all"):
+            with pytest.raises(OperationError, match=rf"{Path(file).name}: {words}; next: copy"):
+                migrate(root, tmp_path / "new", to="ddp" if state == "all" else "bin", state=state)
+        lost = salvage(root, tmp_path / f"new-{root.name}").lost
+        assert [one.file for one in lost] == [path]
 
 
 def test_a_flipped_bit_is_found_with_data(saved: Path) -> None:

@@ -19,12 +19,17 @@ import ckptfix
 from ckptfix import check
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.errors import UsageError
-from tests.diagnosis.builders import edit_json, new_accelerator, problems
+from tests.diagnosis.builders import (
+    NOWHERE,
+    Change,
+    as_broken_link,
+    edit_json,
+    new_accelerator,
+    problems,
+)
 from tests.diagnosis.test_names_of_libraries import LIBRARIES
 from tests.diagnosis.test_trainer_states import lora_trainer_in
 from tests.stores.servers import upload_folder
-
-Change = Callable[[Path], object]
 
 
 def moved(name: str, to: str) -> Change:
@@ -475,28 +480,6 @@ def test_a_script_that_saves_its_optimizer_twice(tmp_path: Path) -> None:
 # Names that lead nowhere.
 
 
-def _as_broken_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("../blobs/gone")
-
-
-def _as_link_to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def _as_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-NOWHERE: Mapping[str, tuple[Change, str]] = {
-    "a broken link": (_as_broken_link, "a broken link: ../blobs/gone does not exist"),
-    "a link to itself": (_as_link_to_itself, "a symbolic link that leads to itself"),
-    "a folder": (_as_folder, "a folder"),
-}
-
-
 @pytest.mark.parametrize(
     ("library", "case"),
     [*(("transformers", case) for case in NOWHERE), *((name, "a folder") for name in CONFIGS)],
@@ -532,7 +515,7 @@ def test_the_trainer_resumes_without_a_config_that_leads_nowhere(
     lora_run: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(lora_run, tmp_path / "run/checkpoint-2"))
-    _as_broken_link(folder / "adapter_config.json")
+    as_broken_link(folder / "adapter_config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         lora_trainer_in(tmp_path / "out")._load_from_checkpoint(str(folder))
