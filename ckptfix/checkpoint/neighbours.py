@@ -4,10 +4,9 @@ Each folder is listed once, and its files are read once, however many checkpoint
 it.
 """
 
-import hashlib
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -39,13 +38,10 @@ from ckptfix.storage.files import (
     Openable,
     StorePath,
     absolute,
-    etag_of,
     folders_next_to,
-    is_of_listing,
     names_in,
 )
 from ckptfix.storage.opened import opened_part
-from ckptfix.storage.reading import open_reader
 
 COMPARED = (
     Role.MODEL,
@@ -230,18 +226,6 @@ among them.
 """
 
 
-_MOST_SAMPLED = 256
-"""Checkpoints of a run of which digests of samples are remembered, those read last."""
-
-_FURTHEST, _NEW_READS, _REQUESTS = 64, 128, 4
-"""Checkpoints on a side that samples are compared with. A check reads 128 samples at most that are
-not known yet, or lists four prefixes: where all checkpoints are checked, that is enough for all.
-"""
-
-Place = tuple[str, int, int]
-"""A file of a checkpoint, an offset in it, and a number of bytes."""
-
-
 class _Run(Struct, frozen=True, eq=False):
     """The checkpoints of a run in order of their numbers, and what was read of them.
 
@@ -257,7 +241,6 @@ class _Run(Struct, frozen=True, eq=False):
     names: dict[str, Names] = field(default_factory=dict)
     models: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     scans: OrderedDict[str, dict[Role, CheckpointFolder]] = field(default_factory=OrderedDict)
-    samples: OrderedDict[str, dict[Place, str]] = field(default_factory=OrderedDict)
     lock: RLock = field(default_factory=RLock)
 
 
@@ -337,29 +320,6 @@ class Neighbour(Struct, frozen=True, eq=False):
         with opened_part(self.run.home.parent / self.name) as folder:
             yield folder
 
-    def samples(self, places: Collection[Place]) -> Mapping[Place, str]:
-        """Return digests of the bytes at these places, as of ``sample_of``, and at others that are
-        known.
-        """
-        known = self.run.samples.get(self.name, {})
-        unknown = [place for place in places if place not in known]
-        if unknown:
-            # Without the lock, as in ``scan``.
-            read = dict.fromkeys(unknown, "")
-            with suppress(CkptfixError, OSError), self.opened() as root:
-                read = {place: sample_of(root, place) for place in unknown}
-            known = {**known, **read}
-            with self.run.lock:
-                self.run.samples[self.name] = known
-                if len(self.run.samples) > _MOST_SAMPLED:
-                    self.run.samples.popitem(last=False)
-        return known
-
-    def unread(self, places: Iterable[Place]) -> int:
-        """Return how many of these places were not read yet."""
-        known = self.run.samples.get(self.name, {})
-        return sum(place not in known for place in places)
-
     def scan(self, *roles: Role, root: AnyPath | None = None) -> CheckpointFolder:
         """Return the headers of its files of these roles. ``root``: its folder, where it is open
         already.
@@ -390,21 +350,6 @@ class Neighbour(Struct, frozen=True, eq=False):
             root=self.run.home.parent / self.name if root is None else root,
             components=tuple(sorted(components, key=attrgetter("path"))),
         )
-
-
-def sample_of(root: AnyPath, place: Place) -> str:
-    """Return a digest of the size of a file and of some of its bytes, the ETag of an object; ""
-    where it cannot be read.
-    """
-    path, offset, length = place
-    with suppress(CkptfixError, OSError):
-        if etag := etag_of(root / path):
-            return etag
-        with open_reader(root / path) as reader:
-            if offset + length <= reader.size:
-                content = b"%d " % reader.size + reader.read(offset, length)
-                return hashlib.sha1(content, usedforsecurity=False).hexdigest()
-    return ""
 
 
 def scanned(
@@ -559,29 +504,6 @@ class Neighbours:
         places = before[-1:] if is_before else after[:1]
         nearest = next((Neighbour(run, run.listed[place][1], is_before) for place in places), None)
         return nearest if nearest is not None and nearest.is_of_same_run else None
-
-    def with_same_samples(
-        self, root: AnyPath, places: Sequence[Place], *, is_before: bool
-    ) -> Iterator[tuple[Neighbour, list[Place]]]:
-        """Yield the folders beyond the one next to the checkpoint that have its bytes at some of
-        these places, the nearest first. ``root``: the checkpoint, where it is open.
-        """
-        run = self.siblings.run_of(self.home)
-        before, after = self._sides(run.listed)
-        further = before[-2 : -_FURTHEST - 2 : -1] if is_before else after[1 : _FURTHEST + 1]
-        is_asked = isinstance(self.home, StorePath) and not is_of_listing(self.home)
-        own: dict[Place, str] = {}
-        reads = 0
-        for number in further if places else ():
-            neighbour = Neighbour(run, run.listed[number][1], is_before)
-            if unread := neighbour.unread(places):
-                reads += 1 if is_asked else unread
-                if reads > (_REQUESTS if is_asked else _NEW_READS):
-                    return
-            own = own or {place: sample_of(root, place) for place in places}
-            theirs = neighbour.samples(places)
-            if equal := [place for place in places if theirs[place] == own[place] != ""]:
-                yield neighbour, equal
 
     def folders(self) -> list[Neighbour]:
         """Return the folders next to the checkpoint, two on either side, whatever they hold."""

@@ -8,7 +8,7 @@ frozen base with a changing adapter is another save. Tensors that are too many a
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from operator import attrgetter
 from pathlib import PurePosixPath
@@ -43,13 +43,16 @@ class Piece(NamedTuple):
     folder.
 
     ``frame``: those of them that are not the tensor's. An item of DCP is a zip file of torch: of
-    2.13 its tensor begins at byte 704, and 870 bytes follow.
+    2.13 its tensor begins at byte 704, and 870 bytes follow. ``dtype``: of the tensor, "" where it
+    is not known. ``shape``: of a weight in a file that holds it whole, None of any other tensor.
     """
 
     path: PurePosixPath
     offset: int
     length: int
     frame: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
 
     @property
     def is_framed(self) -> bool:
@@ -99,32 +102,20 @@ def weights_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> tuple[
         if component.role is Role.CUSTOM:
             if component.content is None or component.problem is not None:
                 return None
-            pieces += _pieces_of(component)
+            pieces += (piece._replace(shape=None) for piece in _pieces_of(component))
     return tuple(pieces)
 
 
-def dtypes_in(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> set[str]:
-    """Return the dtypes of the weights of ``weights_in``. Raises OSError."""
-    models = [one.metadata for one in sharded if one.name is None or one.name.role is Role.MODEL]
-    dtypes = {str(tensor.dtype) for one in models if one is not None for tensor in one.tensors}
-    dtypes |= {
-        tensor.dtype
-        for one in folder.components
-        if one.role in NOT_STATES
-        for tensor in one.tensors
-    }
-    known = {state.path for state in sharded}
-    for where in folder.plain_subfolders:
-        if where not in known and may_hold_weights(folder.root / where):
-            below = scan_folder(folder.root / where)
-            dtypes |= dtypes_in(below, scan_dcp_folders(below))
-    return dtypes
+def dtypes_of(pieces: Iterable[Piece]) -> set[str]:
+    """Return the dtypes of tensors as far as they are known."""
+    return {piece.dtype for piece in pieces if piece.dtype}
 
 
-def must_change(rate: float, dtypes: Collection[str]) -> bool:
+def must_change(rate: float | None, dtypes: Collection[str]) -> bool:
     """Return whether steps at this learning rate change weights that are all of these dtypes."""
     return (
-        rate > LEAST_RATE
+        rate is not None
+        and rate > LEAST_RATE
         and bool(dtypes)
         and not any(dtype.startswith(_NARROW) for dtype in dtypes)
     )
@@ -173,38 +164,24 @@ def samples_of(pieces: Sequence[Piece], most: int = SAMPLED) -> tuple[Piece, ...
 def are_equal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> bool:
     """Return whether two folders have the same bytes at these places, in files of the same sizes.
     Raises OSError.
-    """
-    return first_unequal(root, other, pieces) is None
-
-
-def first_unequal(root: AnyPath, other: AnyPath, pieces: Sequence[Piece]) -> Piece | None:
-    """Return a page of a piece that differs in two folders, None where all pieces are equal. Raises
-    OSError.
 
     The first piece of each file is compared before the rest: of a healthy save nothing else is
     read. Objects of a store are compared by their ETags, which S3 and the Hub make from the bytes:
     to read one sample costs as many requests as a whole check of a small folder.
     """
     files = _by_file(pieces)
-    by_etags = _unequal_by_etags(root, other, [path for path, _ in files])
+    by_etags = are_equal_by_etags(root, other, [path for path, _ in files])
     if by_etags is not None:
-        return next((Piece(path, 0, 0) for path in by_etags), None)
+        return by_etags
     for is_first in (True, False):
         for path, runs in files:
             with open_reader(root / path) as reader, open_reader(other / path) as reader_of_other:
                 some = runs[:1] if is_first else runs[1:]
                 if reader.size != reader_of_other.size:
-                    return _page(path, runs[0], runs[0].offset_a)
-                difference = first_difference(reader, reader_of_other, some)
-                if difference is not None:
-                    return _page(path, some[difference.run], difference.offset_a)
-    return None
-
-
-def _page(path: PurePosixPath, run: Run, offset: int) -> Piece:
-    """Return the page of a run with the byte at this offset of a file."""
-    begin = offset - (offset - run.offset_a) % SAMPLE
-    return Piece(path, begin, min(SAMPLE, run.offset_a + run.length - begin))
+                    return False
+                if first_difference(reader, reader_of_other, some) is not None:
+                    return False
+    return True
 
 
 def are_equal_by_etags(
@@ -213,18 +190,10 @@ def are_equal_by_etags(
     """Return whether two folders of a store have the same files at these paths, None without an
     ETag of any.
     """
-    unequal = _unequal_by_etags(root, other, paths)
-    return not unequal if unequal is not None else None
-
-
-def _unequal_by_etags(
-    root: AnyPath, other: AnyPath, paths: Iterable[PurePosixPath]
-) -> list[PurePosixPath] | None:
-    """Return the paths at which two folders have other ETags, None without an ETag of any."""
-    etags = [(path, etag_of(root / path), etag_of(other / path)) for path in paths]
-    if not any(ours or theirs for _, ours, theirs in etags):
+    etags = [(etag_of(root / path), etag_of(other / path)) for path in paths]
+    if not any(chain.from_iterable(etags)):
         return None
-    return [path for path, ours, theirs in etags if ours != theirs]
+    return all(ours == theirs for ours, theirs in etags)
 
 
 def digest_of(root: AnyPath, pieces: Sequence[Piece]) -> str:
@@ -258,14 +227,15 @@ def _pieces_of(component: Component) -> Iterator[Piece]:
     torch before 1.6 wrote them in the order of their places in memory: such files count as
     different.
     """
+    tensors = {tensor.data_offsets: tensor for tensor in component.tensors if tensor.data_offsets}
+    ranges: Iterable[tuple[int, int]] = tensors
     if isinstance(component.content, TorchFile):
-        ranges = component.content.storage_ranges.values()
-        yield from (Piece(component.path, offset, length) for offset, length in ranges)
-        return
-    for tensor in component.tensors:
-        if tensor.data_offsets is not None:
-            begin, end = tensor.data_offsets
-            yield Piece(component.path, begin, end - begin)
+        storages = component.content.storage_ranges.values()
+        ranges = ((offset, offset + length) for offset, length in storages)
+    for begin, end in ranges:
+        tensor = tensors.get((begin, end))
+        dtype, shape = (tensor.dtype, tensor.shape) if tensor is not None else ("", None)
+        yield Piece(component.path, begin, end - begin, dtype=dtype, shape=shape)
 
 
 def _items_of(state: DcpFolder, shortest: int = 1) -> Iterator[Piece]:
@@ -278,10 +248,12 @@ def _items_of(state: DcpFolder, shortest: int = 1) -> Iterator[Piece]:
         for chunk in tensor.chunks
         if tensor.dtype in DTYPE_BITS
     }
+    dtypes = {tensor.fqn: str(tensor.dtype) for tensor in state.metadata.tensors}
     for item in sorted(state.metadata.stored.values(), key=lambda item: (item.path, item.offset)):
         size = sizes.get((item.fqn, item.offsets), shortest)
         # A compressed item may be shorter than its tensor.
         frame = item.length - size if shortest <= size < item.length else item.length
         if size >= shortest:
             where = state.path / item.path
-            yield Piece(where, item.offset, item.length, 0 if item.offsets is None else frame)
+            own_frame = 0 if item.offsets is None else frame
+            yield Piece(where, item.offset, item.length, own_frame, dtypes.get(item.fqn, ""))

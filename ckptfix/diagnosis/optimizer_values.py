@@ -23,7 +23,6 @@ from typing import Any
 from ckptfix.checkpoint.dcp import scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.load_inputs import SAMPLE, SAMPLED
 from ckptfix.checkpoint.neighbours import Neighbours
 from ckptfix.checkpoint.roles import Role
 from ckptfix.diagnosis.case import Case
@@ -34,7 +33,7 @@ from ckptfix.diagnosis.findings.inconsistent import (
     RoundedStepsSoFar,
 )
 from ckptfix.diagnosis.optimizer_kinds import SCALARS, kind_of
-from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, Shape, saved_optimizers
+from ckptfix.diagnosis.saved_optimizers import SavedOptimizer, saved_optimizers
 from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like
 from ckptfix.formats.torch_file import TorchFile
@@ -156,18 +155,6 @@ def has_moved(
             if now.beginning(tensor, _BEGINNING) != then.beginning(before, _BEGINNING):
                 return True
     return False
-
-
-def moved_shapes(root: AnyPath, saved: SavedOptimizer) -> Iterator[Shape]:
-    """Yield the shapes of the parameters of an optimizer that have a moment with more than zeros at
-    its beginning, of some of them.
-    """
-    with OpenFiles() as files, suppress(CkptfixError, OSError):
-        values = _Values(root, files, saved)
-        for states in _spread(list(saved.tensors.values()), SAMPLED // SAMPLE):
-            moments = [tensor for state, tensor in states.items() if state not in SCALARS]
-            if any(any(values.beginning(moment, _BEGINNING)) for moment in moments):
-                yield max((moment.shape for moment in moments), key=len)
 
 
 def trained_steps(root: AnyPath, step: int | None, optimizers: Sequence[SavedOptimizer]) -> int:

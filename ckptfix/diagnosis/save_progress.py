@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, scan_dcp_folders
 from ckptfix.checkpoint.filenames import TRAINER_STATE
@@ -23,8 +23,8 @@ from ckptfix.errors import CkptfixError
 from ckptfix.formats.pickle_tree import child, is_dict_like, items_of
 from ckptfix.formats.torch_file import TorchFile
 
-OWN_STEP = "step in "
-MOVES = "last_epoch in "
+_OWN_STEP = "step in "
+_MOVES = "last_epoch in "
 """Beginnings of the names of counters in messages."""
 
 _GLOBAL_STEP = f"global_step in {TRAINER_STATE}"
@@ -34,43 +34,22 @@ class Progress(NamedTuple):
     """The progress that a checkpoint records.
 
     ``counters``: by their names in messages; those that prove a step of the optimizer first.
-    ``rate``: the highest learning rate of a param group with states, None where it is not known.
+    ``rates``: learning rates of param groups with states, none where they are not known.
     ``scale``: of the gradients in fp16; None in a run without, NaN where it cannot be read.
-    ``backoff``: its factor for a skipped step. ``is_without_states``: there is no optimizer, or it
-    is SGD without momentum.
+    ``backoff``: its factor for a skipped step. ``made_no_step``: its optimizers keep states, and
+    have none.
     """
 
     counters: Mapping[str, float]
-    rate: float | None
+    rates: tuple[float, ...]
     scale: float | None
     backoff: float
-    is_without_states: bool
+    made_no_step: bool
 
-    @property
-    def own_steps(self) -> list[float]:
-        """The steps that the optimizers count."""
-        return [self.counters[name] for name in self.counters if name.startswith(OWN_STEP)]
-
-    def moved_since(self, then: "Progress", *, may_be_same: bool) -> str:
-        """Return the first counter that moved since then, "" where none did.
-
-        ``may_be_same``: nothing else is new. A script may move its schedule after each epoch, and
-        save again: so a schedule shows a step if it moves with each.
-        """
-        return next(
-            (
-                name
-                for name, value in self.counters.items()
-                if name in then.counters
-                and value > then.counters[name]
-                and not (
-                    may_be_same
-                    and name.startswith(MOVES)
-                    and then.counters[name] < max(then.own_steps or [0])
-                )
-            ),
-            "",
-        )
+    def is_at(self, then: "Progress") -> bool:
+        """Return whether all counters of both are equal."""
+        both = self.counters.keys() & then.counters.keys()
+        return all(self.counters[name] == then.counters[name] for name in both)
 
     def may_have_skipped(self, steps: float, then: "Progress") -> bool:
         """Return whether fp16 may have skipped all of these steps since then: each skipped one
@@ -87,24 +66,86 @@ class Progress(NamedTuple):
         Its moves are then in proportion to the steps. In a script that saves first they are behind:
         0 moves at step 1, 1 at step 2.
         """
-        both = [(name, self.counters[name], then.counters.get(name, 0)) for name in self.counters]
-        return any(
-            0 < before < moves and moves * steps_before == steps * before
-            for schedule, moves, before in both
-            if schedule.startswith(MOVES)
-            for name, steps, steps_before in both
-            if not name.startswith(MOVES)
+        moves, steps = (
+            {
+                self.counters[name] / value
+                for name, value in then.counters.items()
+                if value and self.counters.get(name, 0) > value
+                if name.startswith(_MOVES) == is_of_schedule
+            }
+            for is_of_schedule in (True, False)
         )
+        return not moves.isdisjoint(steps)
+
+
+class Steps(NamedTuple):
+    """Steps of the optimizer from one save to the next, as ``counter`` shows them.
+
+    ``rate``: the highest learning rate of a param group in both saves, ``lowest_rate`` the lowest;
+    None where they are not known. ``is_doubtful``: a schedule alone moved, which a script can do
+    without a step.
+    """
+
+    counter: str
+    begin: float
+    end: float
+    rate: float | None
+    lowest_rate: float | None
+    is_doubtful: bool
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The steps as a message has them."""
+        return {"counter": self.counter, "begin": self.begin, "end": self.end, "rate": self.rate}
+
+
+def steps_between(then: Progress, now: Progress, *, has_new_weights: bool) -> Steps | None:
+    """Return the steps between two saves, None where nothing shows one that changes weights.
+
+    ``has_new_weights``: or else nothing but a schedule may be new. A script may move it after each
+    epoch, and save again: then it shows a step only if it moves with each.
+    """
+    own_steps = [value for name, value in then.counters.items() if name.startswith(_OWN_STEP)]
+    for counter, begin in then.counters.items():
+        is_of_schedule = counter.startswith(_MOVES) and not has_new_weights
+        is_of_epochs = is_of_schedule and begin < max(own_steps, default=0)
+        if now.counters.get(counter, 0) > begin and not is_of_epochs:
+            break
+    else:
+        return None
+    end = now.counters[counter]
+    if now.made_no_step or (
+        not counter.startswith(_OWN_STEP) and now.may_have_skipped(end - begin, then)
+    ):
+        return None
+    # The rate of the later save may be that of a step after it: 0 where a schedule ends.
+    saves = (then,) if now.has_rate_of_next_step(then) else (then, now)
+    highest = [max(save.rates) for save in saves if save.rates]
+    lowest = [min(save.rates) for save in saves if save.rates]
+    if 0 in highest:
+        return None
+    are_known = len(highest) == len(saves)
+    return Steps(
+        counter=counter,
+        begin=begin,
+        end=end,
+        rate=min(highest) if are_known else None,
+        lowest_rate=min(lowest) if are_known else None,
+        is_doubtful=is_of_schedule,
+    )
 
 
 def progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Progress:
     """Return the progress that a checkpoint records."""
     saved = list(saved_optimizers(folder, sharded))
     counters: dict[str, float] = {
-        f"{OWN_STEP}{optimizer.path}": step
+        f"{_OWN_STEP}{optimizer.path}": step
         for optimizer in saved
         if (step := steps_of(folder.root, optimizer))
     }
+    step_of_trainer = trainer_progress(folder.root).step
+    if step_of_trainer is not None:
+        counters[_GLOBAL_STEP] = step_of_trainer
     last_rates: list[float] = []
     scale: float | None = None
     backoff = 0.5
@@ -115,25 +156,21 @@ def progress_of(folder: CheckpointFolder, sharded: Sequence[DcpFolder]) -> Progr
         root = content.tree.root
         if component.role is Role.SCHEDULER:
             if (moves := moves_of(root)) is not None:
-                counters[f"{MOVES}{component.path}"] = moves
+                counters[f"{_MOVES}{component.path}"] = moves
             last_rates += numbers_of(items_of(child(root, "_last_lr")))
         elif component.role is Role.GRAD_SCALER and is_dict_like(root):
             value = child(root, "scale")
             scale = value if isinstance(value, float) else nan
             factor = child(root, "backoff_factor")
             backoff = factor if isinstance(factor, float) and 0 < factor < 1 else backoff
-    step_of_trainer = trainer_progress(folder.root).step
-    if step_of_trainer is not None:
-        counters[_GLOBAL_STEP] = step_of_trainer
     rates = [rate for optimizer in saved for rate in _rates_of(optimizer)] or last_rates
+    has_states = any(optimizer.states for optimizer in saved)
     return Progress(
         counters=counters,
-        rate=max(rates, default=None),
+        rates=tuple(rates),
         scale=scale,
         backoff=backoff,
-        is_without_states=all(
-            not optimizer.states and _is_plain_sgd(optimizer) for optimizer in saved
-        ),
+        made_no_step=not has_states and not all(map(_is_plain_sgd, saved)),
     )
 
 
@@ -147,11 +184,10 @@ def _rates_of(optimizer: SavedOptimizer) -> Iterator[float]:
 
 
 def _is_plain_sgd(optimizer: SavedOptimizer) -> bool:
-    return name_of(optimizer.options, ()) == "SGD" and not any(map(_has_momentum, optimizer.values))
-
-
-def _has_momentum(values: Mapping[str, object]) -> bool:
-    return values.get("momentum") not in (0, 0.0)
+    """Return whether an optimizer keeps no states: SGD without momentum."""
+    return name_of(optimizer.options, ()) == "SGD" and all(
+        values.get("momentum") in (0, 0.0) for values in optimizer.values
+    )
 
 
 _MOST_SAVES = 3

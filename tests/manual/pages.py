@@ -62,7 +62,6 @@ UNFILED: dict[str, Finding] = {
         end=110,
         rate=5e-5,
         sampled=True,
-        is_undecided=True,
     ),
     "staging-folder": StagingFolder(
         path=PurePosixPath(".ckptfix/.ckptfix-saving+node7+4711+0123456789abcdef+checkpoint"),

@@ -548,7 +548,7 @@ def test_equal_weights(
     assert len(messages) == told, messages
     if told:
         assert messages[0].startswith(
-            f"{tmp_path / 'c1'} (step 3): model.safetensors: weights of c0 (expected new values: "
+            f"{tmp_path / 'c1'} (step 3): model.safetensors: weights as in c0 (expected different values: "
             "the step of AdamW went from 1 to 3 at a learning rate of "
             f"{made.optimizer.param_groups[0]['lr']:g})"
         )
@@ -801,7 +801,7 @@ def test_the_check_of_one_process_waits_for_no_other(tmp_path: Path, kind: str) 
     assert run_ranks(2, work, patience=60.0) == [0, 0]
     first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
     assert first.startswith(
-        f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights of old-0 "
+        f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights as in old-0 "
     ), first
     assert first.count("\n") == 1
     assert second == ""
