@@ -262,6 +262,6 @@ def test_a_state_that_is_cut_where_check_does_not_read(tmp_path: Path, said: Sai
             f'{{"global_step": {number}, "log_history": [{history}'
         )
     _, out, _ = said("check", "-r", tmp_path)
-    newest = "the newest candidate, but check found problems in it"
+    newest = "the newest candidate, but check found problems in checkpoint-4"
     assert f"resume from {tmp_path / 'checkpoint-4'}, {newest}" in out
     assert "; newer but incomplete: checkpoint-6: trainer_state.json: not JSON" in out

@@ -197,8 +197,9 @@ def test_the_loader_the_check_and_the_choice_agree(
     assert latest_checkpoint(run) == expected
     assert is_loaded or check(newest).status == 1
     _, out, _ = said("check", "-r", run)
-    has_problems = "but check found problems in it" in out.splitlines()[-1]
-    kind = "candidate, but check found problems" if has_problems else "complete one"
+    answer = out.splitlines()[-1]
+    has_problems = f"check found problems in {expected.name}" in answer
+    kind = "candidate" if has_problems else "complete one"
     assert f"resume from {expected}, the newest {kind}" in out
 
 
