@@ -74,7 +74,8 @@ def deepspeed_below(
     names.
 
     Their place is accelerate's, else the one in DeepSpeed's file ``latest`` or
-    ``latest_universal``; ``.`` is the folder itself.
+    ``latest_universal``, else the newest of DeepSpeed's own names, which a load without a tag does
+    not find; ``.`` is the folder itself.
     """
     if _is_deepspeed(root):
         yield 0, PurePosixPath(".")
@@ -85,12 +86,20 @@ def deepspeed_below(
         if tag is not None and _is_deepspeed(root / name):
             found = True
             yield tag.index, name
-    if not found:
-        for file in (LATEST, LATEST_UNIVERSAL) if names else ():
-            latest = _latest(root / file)
-            if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
-                yield 0, latest
-                return
+    if found:
+        return
+    for file in (LATEST, LATEST_UNIVERSAL) if names else ():
+        latest = _latest(root / file)
+        if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
+            yield 0, latest
+            return
+    steps = [name for name in names if STEP.fullmatch(str(name)) and _is_deepspeed(root / name)]
+    if steps:
+        yield 0, _newest(steps)
+
+
+def _newest(tags: Collection[PurePosixPath]) -> PurePosixPath:
+    return max(tags, key=lambda name: (len(str(name)), str(name)))
 
 
 def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
@@ -108,7 +117,7 @@ def tag_problem(folder: CheckpointFolder) -> tuple[PurePosixPath, str] | None:
     names = set(names_in(folder.root)) if tags else set()
     if not tags or LATEST_UNIVERSAL in names or any(map(is_deepspeed_file, names)):
         return None
-    newest = max(tags, key=lambda name: (len(str(name)), str(name)))
+    newest = _newest(tags)
     if LATEST not in names:
         return newest, ""
     try:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from ckptfix import Keys, Policy, check, repair, salvage, seal
 from ckptfix.conversion.migrate import migrate
 from ckptfix.diagnosis.target import find_checkpoints
-from ckptfix.errors import OperationError, UsageError
+from ckptfix.errors import OperationError
 from ckptfix.verification.verify import verify
 from fixtures.make_deepspeed import SCENARIOS
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
@@ -315,9 +315,10 @@ def test_the_folder_that_latest_names(tmp_path: Path) -> None:
         make_zero(
             tmp_path / f"global_step{step}", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2
         )
-    with pytest.raises(UsageError, match="has no checkpoint files"):
-        check(tmp_path)
+    assert codes(tmp_path) == [("incomplete-checkpoint", "latest")]
+    assert [*find_checkpoints(tmp_path)] == [tmp_path, tmp_path / "global_step5"]
     (tmp_path / "latest").write_text("global_step10")
+    assert codes(tmp_path) == []
     assert [str(state.path) for state in check(tmp_path).deepspeed] == ["global_step10"]
     assert any(words.startswith("global_step5/") for words in check(tmp_path).not_checked)
     assert [*find_checkpoints(tmp_path)] == [tmp_path, tmp_path / "global_step5"]
@@ -732,7 +733,13 @@ def test_a_latest_that_names_no_checkpoint(
     content: str | None, of_trainer: Path, tmp_path: Path
 ) -> None:
     native = Path(shutil.copytree(FIXTURES / "zero2" / "checkpoint", tmp_path / "native"))
-    for root, tag in ((native, "pytorch_model"), (of_trainer, "global_step500")):
+    bare = tmp_path / "bare"
+    for tag in ("global_step3", "global_step12"):
+        shutil.copytree(native / "pytorch_model", bare / tag)
+    (bare / "latest").write_text("global_step12")
+    for root, tag in (
+        (native, "pytorch_model"), (of_trainer, "global_step500"), (bare, "global_step12")
+    ):  # fmt: skip
         assert codes(root) == []
         report = check(replace_latest(root, content))
         (finding,) = report.findings

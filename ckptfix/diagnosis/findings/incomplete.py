@@ -365,8 +365,8 @@ class LostTag(IncompleteCheckpoint, frozen=True, kw_only=True):
     def advice(self) -> str:
         """Advice to write the tag, as the states themselves are intact."""
         return (
-            "DeepSpeed, the Trainer and zero_to_fp32 find no checkpoint without it; write the "
-            f"name of a checkpoint folder, such as {self.tag}, into the file"
+            "unless a script names a tag, DeepSpeed, the Trainer and zero_to_fp32 find no "
+            f"checkpoint; write the name of a checkpoint folder, such as {self.tag}, into the file"
         )
 
 
