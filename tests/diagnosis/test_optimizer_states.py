@@ -100,12 +100,9 @@ def eight_bit(parameter: Any) -> dict[str, Any]:
     blocks = -(-parameter.numel() // 256)
     return {
         "step": 1,
-        "state1": torch.zeros(parameter.shape, dtype=torch.uint8),
-        "state2": torch.zeros(parameter.shape, dtype=torch.uint8),
-        "qmap1": torch.zeros(256),
-        "qmap2": torch.zeros(256),
-        "absmax1": torch.zeros(blocks),
-        "absmax2": torch.zeros(blocks),
+        **{f"state{n}": torch.zeros(parameter.shape, dtype=torch.uint8) for n in (1, 2)},
+        **{f"qmap{n}": torch.zeros(256) for n in (1, 2)},
+        **{f"absmax{n}": torch.zeros(blocks) for n in (1, 2)},
     }
 
 
@@ -186,9 +183,12 @@ class Kept:
 
 
 @pytest.mark.parametrize(
-    "kept", [None, {"n": 3, "t": torch.zeros(3), "name": "a", "more": {"k": [1, 2]}}]
+    ("name", "kept"),
+    [
+        ("pytorch_model.bin", None),
+        ("model.safetensors", {"n": 3, "t": torch.zeros(3), "name": "a", "more": {"k": [1, 2]}}),
+    ],
 )
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_a_model_that_lost_its_tensors_is_told_next_to_a_custom_object(
     name: str, kept: Any, tmp_path: Path
 ) -> None:
@@ -236,13 +236,18 @@ def averages(model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["parameters", "with buffers", "of torch"])
-@pytest.mark.parametrize("names", [("model",), ("model", "model_1")])
-@pytest.mark.parametrize("damage", ["of another run", "without a tensor"])
+@pytest.mark.parametrize(
+    ("damage", "form", "count"),
+    [
+        *(("of another run", form, 1) for form in ("parameters", "with buffers", "of torch")),
+        ("without a tensor", "parameters", 1),
+        ("of another run", "with buffers", 2),
+    ],
+)
 def test_a_model_of_another_run_is_told_next_to_an_average(
-    damage: str, form: str, names: tuple[str, ...], tmp_path: Path
+    damage: str, form: str, count: int, tmp_path: Path
 ) -> None:
-    models = [mlp(6), mlp(5)][: len(names)]
+    models = [mlp(6), mlp(5)][:count]
     optimizers = list(map(adamw, models))
     for model, optimizer in zip(models, optimizers, strict=True):
         step(model, optimizer)
