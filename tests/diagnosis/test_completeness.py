@@ -384,10 +384,6 @@ def make_of_trainer(root: Path, without: Iterable[str] = ()) -> Path:
     return root
 
 
-def test_a_complete_checkpoint_of_the_trainer(tmp_path: Path) -> None:
-    assert incomplete(make_of_trainer(tmp_path / "checkpoint-4")) == []
-
-
 SHOWN = "missing: rng_state_1.pth shows that the Trainer saved its states here"
 NEW_OPTIMIZER = (
     "the Trainer silently continues with a new optimizer and learning rate; copy it again"

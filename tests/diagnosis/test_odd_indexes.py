@@ -551,7 +551,7 @@ def test_a_wrong_key_in_an_index_has_advice_for_both_explanations(
     assert "or the index has wrong keys" in finding.advice
 
 
-@pytest.mark.parametrize(("kind", "suffix"), KINDS)
+@pytest.mark.parametrize(("kind", "suffix"), KINDS[::3])
 def test_a_shard_that_holds_the_tensors_of_another_is_named(
     saved: Any, tmp_path: Path, kind: type[Library], suffix: str
 ) -> None:
