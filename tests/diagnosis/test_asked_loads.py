@@ -711,16 +711,18 @@ def test_code_in_the_folder_never_runs(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("path", "current"), [("", "model"), ("{}/model", "."), (".", "model")])
+@pytest.mark.parametrize(("path", "left_out"), [("", "."), ("{}/model", "model")])
 def test_the_process_of_a_load_imports_nothing_from_the_folder(
-    path: str, current: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty part of PYTHONPATH is the current folder."""
+    """An empty part of PYTHONPATH is the current folder, which may have a ``transformers.py`` and
+    no config.
+    """
     of_transformers("llama", llama()).save(tmp_path / "model")
-    monkeypatch.chdir(tmp_path / current)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path.format(tmp_path), *sys.path])
     imports = loaders._path_of_imports()
-    assert os.path.realpath(tmp_path / "model") not in imports
+    assert os.path.realpath(tmp_path / left_out) not in imports
     assert {*map(os.path.realpath, sys.path[1:])} - {os.getcwd()} <= {*imports}
 
 
