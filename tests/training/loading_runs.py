@@ -63,6 +63,44 @@ class Run:
             self.accelerator.step += 1
 
 
+class Loader:
+    """A dataloader with ``use_stateful_dataloader``, as accelerate sees it: torchdata is not needed
+    for it.
+    """
+
+    use_stateful_dataloader = True
+    dataset = (1, 2, 3)
+
+    def __init__(self, place: int = 0) -> None:
+        self.state: dict[str, Any] = {"place": place}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state.update(state)
+
+
+class Names(nn.Module):  # type: ignore[misc]
+    """A model of these tensors, in modules as the dots say; ``ties``: further names of some."""
+
+    def __init__(self, state: dict[str, torch.Tensor], ties: dict[str, str] | None = None) -> None:
+        super().__init__()
+        for name, value in state.items():
+            self._place(name, nn.Parameter(value))
+        for name, source in (ties or {}).items():
+            self._place(name, self.get_parameter(source))
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        *path, last = name.split(".")
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module._modules[step]
+        module.register_parameter(last, parameter)
+
+
 def make_run(
     *models: nn.Module,
     optimizer: Callable[..., Any] | None = torch.optim.AdamW,

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -23,6 +24,7 @@ from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_s
 from fixtures.models import ModuleOnly, Tied, TwoLayer
 from tests.training.loading_runs import (
     FIXTURES,
+    Loader,
     Run,
     files_of,
     make_run,
@@ -49,30 +51,38 @@ def test_every_folder_of_a_real_run_arrives(fixture: Path) -> None:
     assert files_of(fixture / "checkpoint") == before
 
 
-def saved(folder: Path, *, safe: bool = True) -> Path:
-    """Save a run with one of everything; return the folder."""
-    run = make_run(
-        seeded(TwoLayer, 1), seeded(lambda: nn.Linear(5, 3), 2), scheduler=True, custom=2
-    )  # two architectures
+def pair(seed: int) -> list[nn.Module]:
+    """Return models of two architectures."""
+    return [seeded(TwoLayer, seed), seeded(lambda: nn.Linear(5, 3), seed + 1)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A save of a run with one of everything."""
+    run = make_run(*pair(1), scheduler=True, custom=2)
     run.train()
     run.custom[1].samples = 7
-    run.accelerator.save_state(str(folder), safe_serialization=safe)
+    run.accelerator.save_state(str(tmp_path / "c"))
     reset()
-    return folder
+    return tmp_path / "c"
 
 
 def fresh() -> Run:
-    return make_run(
-        seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True, custom=2
-    )
+    return make_run(*pair(8), scheduler=True, custom=2)
 
 
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_a_healthy_folder_gives_what_stock_load_state_gives(tmp_path: Path, safe: bool) -> None:
-    folder = saved(tmp_path / "c", safe=safe)
-    stock = fresh()
-    stock.accelerator.load_state(str(folder))
-    wanted = stock.digest()
+def of_stock(folder: Path) -> dict[str, Any]:
+    """Return what stock accelerate loads from a folder."""
+    run = fresh()
+    run.accelerator.load_state(str(folder))
+    reset()
+    return run.digest()
+
+
+def test_a_healthy_folder_gives_what_stock_load_state_gives(folder: Path) -> None:
+    run = fresh()
+    run.accelerator.load_state(str(folder))
+    wanted = run.digest()
     reset()
     run = fresh()
     random.seed(77)
@@ -150,28 +160,19 @@ def test_versions_of_modules_follow_their_names(wrapped: bool) -> None:
     assert seen == [{"version": 1}]
 
 
-def test_models_are_told_apart_by_their_shapes_whatever_their_order(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
-    run = make_run(nn.Linear(5, 3), TwoLayer(), optimizer=None)
-    policy = LoadPolicy(optimizers="ignore", schedulers="ignore", custom="ignore")  # type: ignore[arg-type]
+def test_models_and_optimizers_are_told_apart_by_their_shapes_whatever_their_order(
+    folder: Path,
+) -> None:
+    run = make_run(*pair(8)[::-1])
+    policy = LoadPolicy(schedulers="ignore", custom="ignore")  # type: ignore[arg-type]
     report = load_state_tolerant(run.accelerator, folder, policy=policy)
+    found = run.digest()
     reset()
-    wanted = fresh()
-    wanted.accelerator.load_state(str(folder))
-    assert run.digest()["models"] == wanted.digest()["models"][::-1]
+    wanted = of_stock(folder)
+    for part in ("models", "optimizers"):
+        assert found[part] == wanted[part][::-1]
     assert [component.status for component in report.of("models")[:2]] == [Status.ADAPTED] * 2
     assert not any(component.by_position for component in report)
-
-
-def test_optimizers_are_told_apart_by_the_shapes_of_their_state(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
-    run = make_run(nn.Linear(5, 3), TwoLayer())
-    policy = LoadPolicy(schedulers="ignore", custom="ignore")  # type: ignore[arg-type]
-    load_state_tolerant(run.accelerator, folder, policy=policy)
-    reset()
-    wanted = fresh()
-    wanted.accelerator.load_state(str(folder))
-    assert run.digest()["optimizers"] == wanted.digest()["optimizers"][::-1]
 
 
 def test_equal_architectures_go_by_position_and_the_report_says_so() -> None:
@@ -251,21 +252,17 @@ def test_custom_objects_come_last_as_in_stock(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, int]) -> None:
             torch.rand(3)
 
-    def run() -> Run:
+    def accelerator() -> Any:
+        reset()
         made = make_run(seeded(TwoLayer, 1))
         made.accelerator.register_for_checkpointing(Drawing())
-        return made
+        return made.accelerator
 
-    run().accelerator.save_state(str(tmp_path / "c"))
-    results = []
-    for load in (
-        lambda a: a.load_state(str(tmp_path / "c")),
-        lambda a: load_state_tolerant(a, tmp_path / "c"),
-    ):
-        reset()
-        load(run().accelerator)
-        results.append(torch.get_rng_state().tolist())
-    assert results[0] == results[1]
+    accelerator().save_state(str(tmp_path / "c"))
+    accelerator().load_state(str(tmp_path / "c"))
+    wanted = torch.get_rng_state()
+    load_state_tolerant(accelerator(), tmp_path / "c")
+    assert torch.equal(torch.get_rng_state(), wanted)
 
 
 def test_a_float_dtype_is_converted_and_said(tmp_path: Path) -> None:
@@ -277,16 +274,12 @@ def test_a_float_dtype_is_converted_and_said(tmp_path: Path) -> None:
     assert "float32 to bfloat16" in str(report)
 
 
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_sharded_weights(tmp_path: Path, safe: bool) -> None:
+def test_sharded_weights(tmp_path: Path) -> None:
     run = make_run(seeded(TwoLayer, 1))
     run.train()
-    run.accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
-    (tmp_path / "c" / ("model.safetensors" if safe else "pytorch_model.bin")).unlink()
-    run.accelerator.save_model(
-        run.models[0], tmp_path / "c", max_shard_size=200, safe_serialization=safe
-    )
-    assert len(list((tmp_path / "c").glob("*-of-*"))) > 1
+    run.accelerator.save_state(str(tmp_path / "c"))
+    (tmp_path / "c" / "model.safetensors").unlink()
+    run.accelerator.save_model(run.models[0], tmp_path / "c", max_shard_size=200)
     wanted = run.digest()["models"]
     reset()
     again = make_run(seeded(TwoLayer, 2))
@@ -301,20 +294,15 @@ def test_sharded_weights(tmp_path: Path, safe: bool) -> None:
     assert again.digest() == before
 
 
-def test_of_two_families_the_one_that_stock_takes(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_of_two_families_the_one_that_stock_takes(folder: Path) -> None:
     torch.save(seeded(TwoLayer, 77).state_dict(), folder / "pytorch_model.bin")
-    stock = fresh()
-    stock.accelerator.load_state(str(folder))
-    wanted = stock.digest()
-    reset()
+    wanted = of_stock(folder)
     run = fresh()
     load_state_tolerant(run.accelerator, folder)
-    assert run.digest() == wanted
+    assert run.digest()["models"] == wanted["models"]
 
 
-def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_fewer_ranks_saved_than_load(folder: Path) -> None:
     (folder / "random_states_0.pkl").rename(folder / "random_states_3.pkl")
     run = fresh()
     with pytest.warns(
@@ -328,8 +316,7 @@ def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
     assert not report.is_complete
 
 
-def test_a_rank_for_which_migrate_wrote_the_step_alone(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_a_rank_for_which_migrate_wrote_the_step_alone(folder: Path) -> None:
     torch.save({"step": 2}, folder / "random_states_0.pkl")
     run = fresh()
     with pytest.warns(UserWarning, match=r"random_states_0\.pkl contains only the step"):
@@ -359,27 +346,26 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(_note)  # a hook stays for as long as the process lives
 
 
-def of_many_ranks(tmp_path: Path) -> Path:
-    folder = saved(tmp_path / "c")
+@pytest.fixture
+def of_many_ranks(folder: Path) -> Path:
     for rank in range(1, 50):
         shutil.copy(folder / "random_states_0.pkl", folder / f"random_states_{rank}.pkl")
     return folder
 
 
-def test_a_rank_opens_its_own_random_states_alone(tmp_path: Path, opened: list[str]) -> None:
-    folder = of_many_ranks(tmp_path)
+def test_a_rank_opens_its_own_random_states_alone(of_many_ranks: Path, opened: list[str]) -> None:
     run = fresh()
     opened.clear()
-    report = load_state_tolerant(run.accelerator, folder)
+    report = load_state_tolerant(run.accelerator, of_many_ranks)
     assert set(opened) == {"random_states_0.pkl"}
     assert report.is_complete
 
 
 @pytest.mark.parametrize("own", ["missing", "damaged"])
 def test_a_rank_without_random_states_opens_one_other_for_the_step(
-    tmp_path: Path, opened: list[str], own: str
+    of_many_ranks: Path, opened: list[str], own: str
 ) -> None:
-    folder = of_many_ranks(tmp_path)
+    folder = of_many_ranks
     (folder / "random_states_0.pkl").unlink()
     if own == "damaged":
         (folder / "random_states_0.pkl").write_bytes(b"no pickle")
@@ -397,17 +383,15 @@ def test_a_rank_without_random_states_opens_one_other_for_the_step(
 
 
 def test_states_without_a_step_send_no_rank_to_all_others(
-    tmp_path: Path, opened: list[str]
+    of_many_ranks: Path, opened: list[str]
 ) -> None:
-    folder = of_many_ranks(tmp_path)
-    for path in folder.glob("random_states_*"):
-        torch.save(
-            {"random_state": random.getstate()}, path
-        )  # as no version of accelerate since 1.0 saves them
+    for path in of_many_ranks.glob("random_states_*"):
+        # As no version of accelerate since 1.0 saves them.
+        torch.save({"random_state": random.getstate()}, path)
     run = fresh()
     opened.clear()
     with pytest.warns(UserWarning, match="rng failed|step"):
-        load_state_tolerant(run.accelerator, folder)
+        load_state_tolerant(run.accelerator, of_many_ranks)
     assert set(opened) == {"random_states_0.pkl"}
 
 
@@ -419,11 +403,10 @@ def test_a_folder_with_nothing_but_the_random_states_of_another_rank(tmp_path: P
     assert report.of("step")[0].files == ("random_states_5.pkl",)
 
 
-def test_missing_and_extra_components_by_the_policys_word(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_missing_and_extra_components_by_the_policys_word(folder: Path) -> None:
     (folder / "scheduler.bin").unlink()
     (folder / "scheduler_1.bin").unlink()
-    run = make_run(seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True)
+    run = make_run(*pair(8), scheduler=True)
     before = run.digest()
     with pytest.raises(LoadError, match=r"schedulers 0 \(StepLR\)"):
         load_state_tolerant(run.accelerator, folder)
@@ -439,8 +422,7 @@ def test_missing_and_extra_components_by_the_policys_word(tmp_path: Path) -> Non
     ]
 
 
-def test_ignored_parts_are_left_alone(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_ignored_parts_are_left_alone(folder: Path) -> None:
     (folder / "optimizer.bin").write_bytes(b"no file of torch")
     run = fresh()
     before = run.digest()
@@ -459,11 +441,9 @@ def test_ignored_parts_are_left_alone(tmp_path: Path) -> None:
     assert {component.status for component in report.of("optimizers")} == {Status.SKIPPED}
 
 
-def test_a_hook_that_takes_the_models_loads_them_itself(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_a_hook_that_takes_the_models_loads_them_itself(folder: Path) -> None:
+    wanted = of_stock(folder)
     run = fresh()
-    wanted = fresh()
-    wanted.accelerator.load_state(str(folder))
     seen = []
 
     def hook(models: list[nn.Module], path: str) -> None:
@@ -476,12 +456,11 @@ def test_a_hook_that_takes_the_models_loads_them_itself(tmp_path: Path) -> None:
     before = run.digest()["models"][0]
     report = load_state_tolerant(run.accelerator, folder)
     assert seen == [str(folder)]
-    assert run.digest()["models"] == [before, wanted.digest()["models"][1]]
+    assert run.digest()["models"] == [before, wanted["models"][1]]
     assert "by a hook" in str(report.of("models"))
 
 
-def test_what_a_hook_did_to_the_models_is_taken_back_when_the_load_fails(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_what_a_hook_did_to_the_models_is_taken_back_when_the_load_fails(folder: Path) -> None:
     run = fresh()
 
     def hook(models: list[nn.Module], path: str) -> None:
@@ -498,116 +477,89 @@ def test_what_a_hook_did_to_the_models_is_taken_back_when_the_load_fails(tmp_pat
     assert run.digest() == before
 
 
-class Stateful:
-    """What accelerate sees of a dataloader with ``use_stateful_dataloader``; torchdata is not
-    needed for it.
-    """
-
-    use_stateful_dataloader = True
-    dataset = (1, 2, 3)
-
-    def __init__(self) -> None:
-        self.state: dict[str, object] = {}
-
-    def state_dict(self) -> dict[str, object]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.state = state
-
-
 def test_scaler_and_dataloaders_as_stock(tmp_path: Path) -> None:
-    def run() -> tuple[Run, list[Stateful]]:
-        made = make_run(seeded(TwoLayer, 1))
-        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        loaders = [Stateful(), Stateful()]
-        made.accelerator._dataloaders += loaders
-        return made, loaders
+    def run() -> tuple[Any, list[Loader]]:
+        reset()
+        accelerator = make_run(seeded(TwoLayer, 1)).accelerator
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        loaders = [Loader(), Loader()]
+        accelerator._dataloaders += loaders
+        return accelerator, loaders
 
     saving, loaders = run()
     loaders[1].state = {"batches": 5, "inner": {"position": [1, 2]}}
-    saving.accelerator.scaler.load_state_dict(
-        saving.accelerator.scaler.state_dict() | {"scale": 3.0}
-    )
-    saving.accelerator.save_state(str(tmp_path / "c"))
-    results = []
-    for load in (
-        lambda a: a.load_state(str(tmp_path / "c")),
-        lambda a: load_state_tolerant(a, tmp_path / "c"),
-    ):
-        reset()
-        here, loaders = run()
-        report = load(here.accelerator)
-        results.append((here.accelerator.scaler.state_dict(), [loader.state for loader in loaders]))
-    assert results[0] == results[1]
-    assert results[1][0]["scale"] == 3.0
-    assert [component.part.value for component in report][2:5] == [
-        "dataloaders",
-        "dataloaders",
-        "scaler",
-    ]
+    saving.scaler.load_state_dict(saving.scaler.state_dict() | {"scale": 3.0})
+    saving.save_state(str(tmp_path / "c"))
+    stock, of_stock = run()
+    stock.load_state(str(tmp_path / "c"))
+    wanted = stock.scaler.state_dict(), [loader.state for loader in of_stock]
+    here, loaders = run()
+    report = load_state_tolerant(here, tmp_path / "c")
+    assert (here.scaler.state_dict(), [loader.state for loader in loaders]) == wanted
+    assert wanted[0]["scale"] == 3.0
+    parts = [component.part.value for component in report]
+    assert parts[2:5] == ["dataloaders", "dataloaders", "scaler"]
     (tmp_path / "c" / "dl_state_dict_1.bin").unlink()
     (tmp_path / "c" / "scaler.pt").unlink()
     with pytest.raises(LoadError, match=r"scaler: .*scaler\.pt is missing"):
-        load_state_tolerant(here.accelerator, tmp_path / "c")
+        load_state_tolerant(here, tmp_path / "c")
     with pytest.warns(UserWarning, match=r"dl_state_dict_1\.bin is missing"):
-        load_state_tolerant(here.accelerator, tmp_path / "c", policy=LoadPolicy(scaler="ignore"))  # type: ignore[arg-type]
+        load_state_tolerant(here, tmp_path / "c", policy=LoadPolicy(scaler="ignore"))  # type: ignore[arg-type]
+
+
+def numbered(folder: Path, kind: type = Accelerator, **config: Any) -> Any:
+    """Return an accelerator with one model, and with automatic names."""
+    reset()
+    options = {"automatic_checkpoint_naming": True, **config}
+    project = ProjectConfiguration(str(folder), **options)
+    accelerator = kind(cpu=True, project_config=project)
+    return make_run(nn.Linear(2, 2), accelerator=accelerator).accelerator
 
 
 def test_automatic_naming_hints_at_the_checkpoints(tmp_path: Path) -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True),
-    )
-    make_run(nn.Linear(2, 2), accelerator=accelerator).accelerator.save_state()
+    accelerator = numbered(tmp_path)
+    accelerator.save_state()
     with pytest.raises(LoadError, match="checkpoint_0"):
         load_state_tolerant(accelerator, tmp_path / "checkpoints")
     assert load_state_tolerant(accelerator, tmp_path / "checkpoints" / "checkpoint_0").is_complete
 
 
-@pytest.mark.parametrize("kind", [Accelerator, ckptfix.Accelerator], ids=["stock", "guarded"])
-@pytest.mark.parametrize("loaded", [0, 2], ids=["an older one", "the newest"])
+@pytest.mark.parametrize(
+    ("kind", "loaded"),
+    [(Accelerator, 0), (ckptfix.Accelerator, 2)],
+    ids=["stock, an older one", "guarded, the newest"],
+)
 def test_numbers_go_on_after_a_load(tmp_path: Path, kind: type, loaded: int) -> None:
-    def run() -> Run:
-        config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-        return make_run(nn.Linear(2, 2), accelerator=kind(cpu=True, project_config=config))
-
-    saving = run()
+    saving = numbered(tmp_path, kind)
     for _ in range(3):
-        saving.accelerator.save_state()
-    reset()
-    again = run()
-    folder = tmp_path / "checkpoints" / f"checkpoint_{loaded}"
-    (tmp_path / "checkpoints" / "broken").mkdir()
+        saving.save_state()
+    again = numbered(tmp_path, kind)
+    broken = tmp_path / "checkpoints" / "broken"
+    broken.mkdir()
     with pytest.raises(LoadError):
-        load_state_tolerant(again.accelerator, tmp_path / "checkpoints" / "broken")
-    assert again.accelerator.project_configuration.iteration == 0
-    (tmp_path / "checkpoints" / "broken").rmdir()
-    load_state_tolerant(again.accelerator, f"{folder}/")
-    assert again.accelerator.project_configuration.iteration == 3
-    again.accelerator.save_state()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [
-        f"checkpoint_{number}" for number in range(4)
-    ]
+        load_state_tolerant(again, broken)
+    assert again.project_configuration.iteration == 0
+    broken.rmdir()
+    load_state_tolerant(again, f"{tmp_path}/checkpoints/checkpoint_{loaded}/")
+    assert again.project_configuration.iteration == 3
+    again.save_state()
+    names = [f"checkpoint_{number}" for number in range(4)]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names
 
 
 def test_numbers_stay_as_they_are_where_nothing_is_numbered(tmp_path: Path) -> None:
-    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=7)
-    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=config))
-    run.accelerator.save_state()
+    accelerator = numbered(tmp_path, iteration=7)
+    accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_7").rename(tmp_path / "mine")
-    load_state_tolerant(run.accelerator, tmp_path / "mine")
-    assert config.iteration == 8
-    plain = ProjectConfiguration(str(tmp_path))
-    reset()
-    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=plain))
+    load_state_tolerant(accelerator, tmp_path / "mine")
+    assert accelerator.project_configuration.iteration == 8
+    plain = numbered(tmp_path, automatic_checkpoint_naming=False)
     (tmp_path / "mine").rename(tmp_path / "checkpoint_7")
-    load_state_tolerant(run.accelerator, tmp_path / "checkpoint_7")
-    assert plain.iteration == 0
+    load_state_tolerant(plain, tmp_path / "checkpoint_7")
+    assert plain.project_configuration.iteration == 0
 
 
-def test_the_report_as_plain_values(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
+def test_the_report_as_plain_values(folder: Path) -> None:
     report = load_state_tolerant(fresh().accelerator, folder)
     plain = report.as_json()
     assert report.to_dict() == plain  # its name until 0.4

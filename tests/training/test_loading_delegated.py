@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Status
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import SampleCounter
-from tests.training.loading_runs import Run, reset
+from tests.training.loading_runs import Loader, Run, reset
 from tests.training.rank_cases import turn_on_fsdp
 
 
@@ -23,20 +23,6 @@ class Colour(enum.Enum):
     """What torch.load(weights_only=True) refuses unless it is told, as accelerate does not."""
 
     RED = "red"
-
-
-class Loader:
-    use_stateful_dataloader = True
-    dataset = (1, 2, 3)
-
-    def __init__(self) -> None:
-        self.state = {"place": 0}
-
-    def state_dict(self) -> dict[str, int]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.state = state
 
 
 def sharded(step: int) -> Run:

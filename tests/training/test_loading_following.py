@@ -18,37 +18,35 @@ from fixtures.digests import state_digest
 from tests.training.loading_runs import Run, reset, seeded
 
 
-class Left(nn.Module):  # type: ignore[misc]
+class Named(nn.Module):  # type: ignore[misc]
+    """A model of one layer, under a name of its class."""
+
+    layer, width = "", 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(self.layer, nn.Linear(4, self.width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(self.layer)(x)
+
+
+class Left(Named):
     """Shapes as in Right, under another name: models are told apart, states of their optimizers are
     not.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.left(x)
+    layer = "left"
 
 
-class Right(nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.right = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.right(x)
+class Right(Named):
+    layer = "right"
 
 
-class Wide(nn.Module):  # type: ignore[misc]
+class Wide(Named):
     """Other shapes, the same number of parameters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(4, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wide(x)
+    layer, width = "wide", 9
 
 
 def adam(*models: nn.Module) -> torch.optim.Optimizer:
@@ -75,6 +73,12 @@ def prepared(
     run = Run(kind(cpu=True), list(models), list(optimizers), list(schedulers))
     run.accelerator.prepare(*models, *optimizers, *schedulers)
     return run
+
+
+def run_of(models: Sequence[nn.Module], optimizers: Sequence[Any] = (), *, guarded: bool) -> Run:
+    """Prepare models, each with an optimizer or with these, and a scheduler for each optimizer."""
+    own = list(optimizers) or [adam(model) for model in models]
+    return prepared(models, own, [step_of(one) for one in own], guarded=guarded)
 
 
 def manifest_of(run: Run, folder: Path) -> Manifest:
@@ -121,30 +125,35 @@ def saved(
     """Save models, each with an optimizer and a scheduler; return by class what each of the three
     shall be.
     """
-    models = [seeded(kind, 1 + index) for index, kind in enumerate(kinds)]
-    optimizers = [adam(model) for model in models]
-    run = prepared(models, optimizers, [step_of(one) for one in optimizers], guarded=guarded)
+    run = run_of([seeded(kind, 1 + at) for at, kind in enumerate(kinds)], guarded=guarded)
     run.train()
     for number, scheduler in enumerate(run.schedulers):
         scheduler.last_epoch = 10 + number
     run.accelerator.save_state(str(folder))
-    wanted = {kind: seen(run, index, index, index) for index, kind in enumerate(kinds)}
+    wanted = {kind: seen(run, index, index) for index, kind in enumerate(kinds)}
     reset()
     return wanted
 
 
-def seen(run: Run, model: int, optimizer: int, scheduler: int) -> list[Any]:
+def seen(run: Run, model: int, states: int) -> list[Any]:
+    """Return a model, and an optimizer with its scheduler."""
     return [
         state_digest(run.models[model].state_dict()),
-        state_digest(run.optimizers[optimizer].state_dict()),
-        run.schedulers[scheduler].state_dict(),
+        state_digest(run.optimizers[states].state_dict()),
+        run.schedulers[states].state_dict(),
     ]
 
 
+def assert_seen(run: Run, *wanted: Any) -> None:
+    for number, values in enumerate(wanted):
+        assert seen(run, number, number) == values
+
+
 def fresh(*kinds: type[nn.Module], guarded: bool = False) -> Run:
-    models = [seeded(kind, 11 + index) for index, kind in enumerate(kinds)]
-    optimizers = [adam(model) for model in models]
-    return prepared(models, optimizers, [step_of(one) for one in optimizers], guarded=guarded)
+    return run_of([seeded(kind, 11 + at) for at, kind in enumerate(kinds)], guarded=guarded)
+
+
+OTHER_ORDER = "the models of this run are in a different order than in the folder"
 
 
 def refused(run: Run, folder: Path, match: str, **policy: Any) -> str:
@@ -160,8 +169,7 @@ def test_models_in_another_order_take_optimizers_and_schedulers_along(tmp_path: 
     wanted = saved(tmp_path / "c", guarded=True)
     run = fresh(Right, Left)
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert seen(run, 0, 0, 0) == wanted[Right]
-    assert seen(run, 1, 1, 1) == wanted[Left]
+    assert_seen(run, wanted[Right], wanted[Left])
     assert {component.status for component in report.of("optimizers")} == {Status.ADAPTED}
     first = report.of("optimizers")[0]
     assert first.files == ("optimizer_1.bin",)
@@ -177,8 +185,7 @@ def test_classes_of_one_name_are_told_apart_by_their_modules(tmp_path: Path) -> 
     wanted = saved(tmp_path / "c", guarded=True, kinds=(student, teacher))
     run = fresh(teacher, student)
     load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert seen(run, 0, 0, 0) == wanted[teacher]
-    assert seen(run, 1, 1, 1) == wanted[student]
+    assert_seen(run, wanted[teacher], wanted[student])
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -186,21 +193,17 @@ def test_the_same_order_is_no_adaptation(tmp_path: Path, guarded: bool) -> None:
     wanted = saved(tmp_path / "c", guarded=guarded)
     run = fresh(Left, Right)
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert [seen(run, number, number, number) for number in (0, 1)] == [
-        wanted[Left],
-        wanted[Right],
-    ]
+    assert_seen(run, wanted[Left], wanted[Right])
     assert {component.status for component in report} == {Status.RESTORED}
 
 
 def test_the_manifest_follows_optimizers_that_alone_are_in_another_order(tmp_path: Path) -> None:
     wanted = saved(tmp_path / "c", guarded=True)
     models = [seeded(Left, 11), seeded(Right, 12)]
-    optimizers = [adam(models[1]), adam(models[0])]
-    run = prepared(models, optimizers, [step_of(one) for one in optimizers], guarded=False)
+    run = run_of(models, [adam(models[1]), adam(models[0])], guarded=False)
     load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert seen(run, 0, 1, 1) == wanted[Left]
-    assert seen(run, 1, 0, 0) == wanted[Right]
+    assert seen(run, 0, 1) == wanted[Left]
+    assert seen(run, 1, 0) == wanted[Right]
 
 
 def test_an_optimizer_of_several_models(tmp_path: Path) -> None:
@@ -230,32 +233,22 @@ def test_what_cannot_be_followed_is_refused_and_not_given_by_position(
     kinds: tuple[type[nn.Module], ...] = (Left, Right, Wide)
 
     def run(*order: int) -> Run:
+        reset()
         models = [seeded(kinds[index], index) for index in order]
         optimizers = [adam(model) for model in models if not isinstance(model, kinds[frozen])]
-        return prepared(models, optimizers, [step_of(one) for one in optimizers], guarded=False)
+        return run_of(models, optimizers, guarded=False)
 
-    here = run(0, 1, 2)
-    here.accelerator.save_state(
-        str(tmp_path / "c")
-    )  # nothing was trained, so no shapes tell the states apart
-    reset()
-    report = load_state_tolerant(run(0, 1, 2).accelerator, tmp_path / "c")
-    assert report.is_complete
-    reset()
-    text = refused(
-        run(2, 1, 0),
-        tmp_path / "c",
-        r"the models of this run are in a different order than in the folder",
-    )
+    # Nothing was trained, so no shapes tell the states apart.
+    run(0, 1, 2).accelerator.save_state(str(tmp_path / "c"))
+    assert load_state_tolerant(run(0, 1, 2).accelerator, tmp_path / "c").is_complete
+    text = refused(run(2, 1, 0), tmp_path / "c", OTHER_ORDER)
     assert "optimizer.bin: " in text
     assert "optimizer_1.bin: " in text
     assert "next: prepare the models in the same order as the run that saved" in text
-    reset()
     here = run(2, 1, 0)
     policy = LoadPolicy(optimizers="warn", schedulers="warn")  # type: ignore[arg-type]
-    with pytest.warns(
-        UserWarning, match="in a different order than|which is loaded into no object of this run"
-    ):
+    said = "in a different order than|which is loaded into no object of this run"
+    with pytest.warns(UserWarning, match=said):
         report = load_state_tolerant(here.accelerator, tmp_path / "c", policy=policy)
     for part in ("optimizers", "schedulers"):
         assert [component.status for component in report.of(part)[:2]] == [Status.FAILED] * 2
@@ -266,19 +259,15 @@ def test_schedulers_are_not_given_by_position_when_their_optimizers_are_ignored(
     tmp_path: Path,
 ) -> None:
     saved(tmp_path / "c", guarded=False)
-    refused(
-        fresh(Right, Left),
-        tmp_path / "c",
-        r"schedulers 0 .*scheduler\.bin: the models of this run are in a different order",
-        optimizers="ignore",
-    )
+    said = rf"schedulers 0 .*scheduler\.bin: {OTHER_ORDER}"
+    refused(fresh(Right, Left), tmp_path / "c", said, optimizers="ignore")
 
 
 def test_a_model_that_the_run_lacks_takes_its_optimizer_along(tmp_path: Path) -> None:
     wanted = saved(tmp_path / "c", guarded=True)
     run = fresh(Right)
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert seen(run, 0, 0, 0) == wanted[Right]
+    assert_seen(run, wanted[Right])
     left = [component.files[0] for component in report.with_status("skipped")]
     assert left == ["model.safetensors", "optimizer.bin", "scheduler.bin"]
 
@@ -292,8 +281,7 @@ def test_doubles_in_the_folder_do_not_shift_what_belongs_together(tmp_path: Path
         shutil.copy(folder / f"{stem}_2.{suffix}", folder / f"{stem}_3.{suffix}")
     run = fresh(Left, Right)
     report = load_state_tolerant(run.accelerator, folder)
-    assert seen(run, 0, 0, 0) == wanted[Left]
-    assert seen(run, 1, 1, 1) == wanted[Right]
+    assert_seen(run, wanted[Left], wanted[Right])
     skipped = {component.files[0]: component.reason for component in report.with_status("skipped")}
     assert skipped["optimizer_1.bin"] == "duplicate of optimizer.bin"
     assert all(component.is_duplicate for component in report.with_status("skipped"))
@@ -317,17 +305,10 @@ def test_doubles_in_the_folder_are_no_other_order(tmp_path: Path) -> None:
 def test_an_optimizer_whose_parameters_are_no_models_cannot_be_followed(tmp_path: Path) -> None:
     saved(tmp_path / "c", guarded=True)
     models = [seeded(Right, 11), seeded(Left, 12)]
-    loose = [
-        nn.ParameterList([nn.Parameter(one.clone()) for one in model.parameters()])
-        for model in models
-    ]
+    loose = [nn.ParameterList([one.clone() for one in model.parameters()]) for model in models]
     run = prepared(models, [adam(one) for one in loose], guarded=False)
-    refused(
-        run,
-        tmp_path / "c",
-        r"optimizers 0 .*optimizer\.bin: the models of this run are in a different order",
-        schedulers="ignore",
-    )
+    said = rf"optimizers 0 .*optimizer\.bin: {OTHER_ORDER}"
+    refused(run, tmp_path / "c", said, schedulers="ignore")
 
 
 def test_a_model_that_a_hook_loads_leaves_the_others_where_they_were(tmp_path: Path) -> None:
@@ -335,13 +316,9 @@ def test_a_model_that_a_hook_loads_leaves_the_others_where_they_were(tmp_path: P
     run = fresh(Left, Right)
     run.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
     report = load_state_tolerant(run.accelerator, tmp_path / "c")
-    assert seen(run, 0, 0, 0)[1:] == wanted[Left][1:]
-    assert seen(run, 1, 1, 1) == wanted[Right]
-    by_index = {
-        component.index: component
-        for component in report.of("models")
-        if component.index is not None
-    }
+    assert seen(run, 0, 0)[1:] == wanted[Left][1:]
+    assert seen(run, 1, 1) == wanted[Right]
+    by_index = {one.index: one for one in report.of("models") if one.index is not None}
     assert "by a hook" in by_index[0].reason
     assert by_index[1].files == ("model_1.safetensors",)
     assert {component.status for component in report.of("optimizers")} == {Status.RESTORED}
@@ -366,31 +343,25 @@ def test_hooks_that_load_models_themselves_see_nothing_when_a_state_is_not_there
     assert calls == []
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def test_an_optimizer_without_any_state_is_told_by_the_shapes_in_the_manifest(
     tmp_path: Path,
 ) -> None:
-    models = [seeded(Left, 1), seeded(Wide, 2)]
-    optimizers = [sgd(model) for model in models]
-    for number, optimizer in enumerate(optimizers):
+    def run(*kinds: type[nn.Module], guarded: bool = False) -> Run:
+        reset()
+        models = [seeded(kind, number) for number, kind in enumerate(kinds)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        return prepared(models, optimizers, guarded=guarded)
+
+    saving = run(Left, Wide, guarded=True)
+    for number, optimizer in enumerate(saving.optimizers):
         optimizer.param_groups[0]["lr"] = number + 1.0
-    prepared(models, optimizers).accelerator.save_state(str(tmp_path / "c"))
-    reset()
-    models = [seeded(Wide, 11), seeded(Left, 12)]
-    optimizers = [sgd(model) for model in models]
-    run = prepared(models, optimizers, guarded=False)
+    saving.accelerator.save_state(str(tmp_path / "c"))
+    here = run(Wide, Left)
     policy = LoadPolicy(models="ignore")  # type: ignore[arg-type]
-    load_state_tolerant(run.accelerator, tmp_path / "c", policy=policy)
-    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [2.0, 1.0]
-    reset()
-    models = [seeded(Wide, 11), seeded(Wide, 12)]
-    run = prepared(models, [sgd(model) for model in models], guarded=False)
-    refused(
-        run, tmp_path / "c", "its parameter shapes differ from those of this run", models="ignore"
-    )
+    load_state_tolerant(here.accelerator, tmp_path / "c", policy=policy)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in here.optimizers] == [2.0, 1.0]
+    said = "its parameter shapes differ from those of this run"
+    refused(run(Wide, Wide), tmp_path / "c", said, models="ignore")
 
 
 def test_a_manifest_of_files_that_were_renumbered_since_is_not_believed(tmp_path: Path) -> None:

@@ -26,9 +26,12 @@ STUDENT_AND_TEACHER = FIXTURES / "student-teacher-wrapper-safetensors" / "checkp
 
 
 @pytest.fixture
-def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+def bucket(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    """A store with one checkpoint; what is loaded from there is kept in ``tmp_path``."""
     for module in (stores, store_files, object_copies, uploads, fetching):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    put(cloud, STUDENT_AND_TEACHER)
     yield cloud
     cloud.strike = lambda method, key, is_after: None
 
@@ -40,8 +43,7 @@ def test_what_a_killed_repair_has_changed_in_part_is_neither_the_newest_nor_load
     """A teacher gets its new number before the student's duplicate has gone: every file is complete
     by its header.
     """
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    old = put(bucket, STUDENT_AND_TEACHER)
+    old = objects(bucket)
     repair(URL)
     new = objects(bucket)
     mixtures = at = 0
@@ -86,7 +88,6 @@ def test_a_folder_that_a_killed_repair_has_changed_in_part_is_not_the_newest(
 
 def test_the_newest_is_found_while_a_run_deletes_its_oldest(bucket: Cloud) -> None:
     """A job that evaluates asks for the newest one all the time."""
-    put(bucket, STUDENT_AND_TEACHER)
     for key, one in [*bucket.objects.items()]:
         bucket.write(key.replace("checkpoint_7", "checkpoint_6"), read(one.body))
 
@@ -113,8 +114,6 @@ def test_what_is_kept_for_an_undo_is_not_fetched_and_copies_of_killed_loads_go(
     """Each is as large as a checkpoint: the disk of a node that died twice while it loaded would be
     full.
     """
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    put(bucket, STUDENT_AND_TEACHER)
     repair(URL)
     bucket.write(
         "run/checkpoint_7/.ckptfix/new-1234/model.safetensors", b"of an upload that was cut short"
@@ -158,8 +157,6 @@ def test_processes_that_look_at_once_share_one_copy_and_wait_for_no_end_of_a_loa
     """Both saw that nothing was there: one fetched, the other waited to be alone, which it never
     was, as the first one waited for it.
     """
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    put(bucket, STUDENT_AND_TEACHER)
     read = fetches(bucket)
     both, seen = threading.Barrier(2, timeout=20), threading.local()
     real = fcntl.flock
@@ -187,8 +184,6 @@ def test_processes_that_look_at_once_share_one_copy_and_wait_for_no_end_of_a_loa
 def test_a_copy_is_complete_while_anybody_loads_it(
     bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    put(bucket, STUDENT_AND_TEACHER)
     expected = {
         path.name: path.read_bytes() for path in STUDENT_AND_TEACHER.iterdir() if path.is_file()
     }
@@ -208,8 +203,6 @@ def test_a_copy_whose_removal_was_killed_is_fetched_anew(
     bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mark of a complete copy outlived some of its files."""
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    put(bucket, STUDENT_AND_TEACHER)
 
     def killed(folder: Path, *, ignore_errors: bool) -> None:
         next(folder.rglob("model.safetensors"), folder / "none").unlink(missing_ok=True)
@@ -227,8 +220,6 @@ def test_a_copy_whose_removal_was_killed_is_fetched_anew(
 def test_a_fetch_that_fails_leaves_no_part_and_the_next_one_begins_anew(
     bucket: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
-    put(bucket, STUDENT_AND_TEACHER)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -244,7 +235,6 @@ def test_a_fetch_that_fails_leaves_no_part_and_the_next_one_begins_anew(
 
 def test_the_marker_of_a_folder_is_left_out(bucket: Cloud) -> None:
     """The console of S3 makes such an object of no bytes, and many tools do."""
-    put(bucket, STUDENT_AND_TEACHER)
     bucket.write("run/checkpoint_7/logs/", b"")
     with fetched(URL) as copy:
         assert not (copy / "logs").exists()

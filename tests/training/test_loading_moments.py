@@ -110,12 +110,26 @@ def adam(model: nn.Module, parameters: Sequence[Any] = ()) -> Any:
     return torch.optim.AdamW(list(parameters) or list(model.parameters()), lr=0.1)
 
 
+def saved(folder: Path, *pairs: tuple[nn.Module, Any], **run: Any) -> dict[str, torch.Tensor]:
+    """Train and save these models; return their first moments."""
+    return trained(run_of(*pairs, **run), folder)
+
+
+def of_adam(layers: str, **model: Any) -> tuple[nn.Module, Any]:
+    """Return a model and its optimizer."""
+    made = Layers(layers, **model)
+    return made, adam(made)
+
+
+def of_groups(groups: Groups, *, is_turned: bool = False, head: int = 0) -> tuple[nn.Module, Any]:
+    made = Layers("ab", head=head)
+    return made, AdamW(groups(made)[::-1] if is_turned else groups(made))
+
+
 def test_a_partial_load_orders_moments_once(tmp_path: Path) -> None:
     """They were ordered by name in the load, and once more by the run state."""
-    old = Layers("abc", head=2)
-    wanted = trained(run_of((old, adam(old))), tmp_path / "c")
-    new = Layers("cab", head=5)
-    accelerator = run_of((new, adam(new)))
+    wanted = saved(tmp_path / "c", of_adam("abc", head=2))
+    accelerator = run_of(of_adam("cab", head=5))
     assert "matched by name" in loaded(accelerator, tmp_path / "c")
     found = moments(accelerator)
     assert len(found) == 6
@@ -123,24 +137,20 @@ def test_a_partial_load_orders_moments_once(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_fails_leaves_the_order_of_the_others(tmp_path: Path) -> None:
-    models = [Layers("abc"), Layers("a", width=3)]
-    wanted = trained(run_of(*((model, adam(model)) for model in models)), tmp_path / "c")
-    models = [Layers("cab"), Layers("a")]
-    accelerator = run_of(
-        (models[0], adam(models[0])), (models[1], torch.optim.SGD(models[1].parameters()))
-    )
+    wanted = saved(tmp_path / "c", of_adam("abc"), of_adam("a"))
+    other = Layers("a")
+    accelerator = run_of(of_adam("cab"), (other, torch.optim.SGD(other.parameters())))
     policy = LoadPolicy(optimizers="warn")  # type: ignore[arg-type]
     assert "optimizers 1 (SGD) failed" in loaded(accelerator, tmp_path / "c", policy)
     assert_by_name(moments(accelerator), wanted)
 
 
 def test_optimizers_that_move_are_ordered_too(tmp_path: Path) -> None:
-    models = [Layers("abc"), Layers("a", head=4)]
-    saved = trained(run_of(*((model, adam(model)) for model in models)), tmp_path / "c")
-    wanted = {f"{1 - int(name[0])}{name[1:]}": value for name, value in saved.items()}
-    models = [Layers("a", head=4), Layers("abc")]
-    backwards = list(models[1].parameters())[::-1]
-    accelerator = run_of((models[0], adam(models[0])), (models[1], adam(models[1], backwards)))
+    before = saved(tmp_path / "c", of_adam("abc"), of_adam("a", head=4))
+    wanted = {f"{1 - int(name[0])}{name[1:]}": value for name, value in before.items()}
+    second = Layers("abc")
+    turned = adam(second, list(second.parameters())[::-1])
+    accelerator = run_of(of_adam("a", head=4), (second, turned))
     load_state_tolerant(accelerator, tmp_path / "c")
     found = moments(accelerator)
     assert len(found) == len(wanted)
@@ -149,8 +159,7 @@ def test_optimizers_that_move_are_ordered_too(tmp_path: Path) -> None:
 
 def test_a_full_load_orders_parameters_of_several_shapes(tmp_path: Path) -> None:
     """The guarded load_state did; the tolerant one refused, by the shapes and by the manifest."""
-    old = Layers("ab", head=2)
-    wanted = trained(run_of((old, adam(old))), tmp_path / "c")
+    wanted = saved(tmp_path / "c", of_adam("ab", head=2))
     new = Layers("ab", head=2)
     accelerator = run_of((new, adam(new, list(new.parameters())[::-1])))
     report = load_state_tolerant(accelerator, tmp_path / "c")
@@ -163,31 +172,33 @@ def test_a_full_load_orders_parameters_of_several_shapes(tmp_path: Path) -> None
 @pytest.mark.parametrize("head", [0, 5])
 def test_groups_in_another_order_are_refused(tmp_path: Path, named: bool, head: int) -> None:
     """Moments, rates and schedules went to other parameters, and the report called them restored."""
-    sizes = {"head": 2} if head else {}
-    old = Layers("ab", **sizes)
     groups = in_groups("ab", "h", named=named) if head else in_groups("a", "b", named=named)
-    trained(run_of((old, torch.optim.AdamW(groups(old)))), tmp_path / "c")
-    new = Layers("ab", **({"head": head} if head else {}))
-    optimizer = torch.optim.AdamW(groups(new)[::-1])
+    saved(tmp_path / "c", of_groups(groups, head=2 if head else 0))
+    model, optimizer = of_groups(groups, is_turned=True, head=head)
     before = [group["lr"] for group in optimizer.param_groups]
-    accelerator = run_of((new, optimizer))
-    policy = PARTIAL if head else None
-    with pytest.raises(
-        LoadError, match=r"param group \d of the checkpoint; next: give the optimizer"
-    ):
-        load_state_tolerant(accelerator, tmp_path / "c", policy=policy)
+    accelerator = run_of((model, optimizer))
+    said = r"param group \d of the checkpoint; next: give the optimizer"
+    with pytest.raises(LoadError, match=said):
+        load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL if head else None)
     assert moments(accelerator) == {}
     assert [group["lr"] for group in optimizer.param_groups] == before
 
 
 def test_a_guarded_load_tells_that_groups_are_in_another_order(tmp_path: Path) -> None:
     groups = in_groups("a", "b")
-    old = Layers("ab")
-    trained(run_of((old, torch.optim.AdamW(groups(old)))), tmp_path / "c")
-    new = Layers("ab")
-    accelerator = run_of((new, torch.optim.AdamW(groups(new)[::-1])))
+    saved(tmp_path / "c", of_groups(groups))
+    accelerator = run_of(of_groups(groups, is_turned=True))
     with pytest.warns(UserWarning, match="not bit-exact: optimizer 0: its parameters have changed"):
         accelerator.load_state(str(tmp_path / "c"))
+
+
+def rename(folder: Path, change: Callable[[str], str]) -> None:
+    """Change the names of parameters that a guarded save recorded."""
+    state = torch.load(folder / "run_state_0.pt")
+    state["parameters"] = [
+        [[change(name) for name in group] for group in groups] for groups in state["parameters"]
+    ]
+    torch.save(state, folder / "run_state_0.pt")
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
@@ -197,14 +208,8 @@ def test_a_guarded_load_orders_moments_by_name(tmp_path: Path, wrapper: str) -> 
     """
     old = Layers("ab")
     named = [*old.named_parameters()]
-    wanted = trained(run_of((old, adam(old, named))), tmp_path / "c")
-    path = tmp_path / "c" / "run_state_0.pt"
-    state = torch.load(path)
-    state["parameters"] = [
-        [[f"0.{wrapper}{name[2:]}" for name in group] for group in groups]
-        for groups in state["parameters"]
-    ]
-    torch.save(state, path)
+    wanted = saved(tmp_path / "c", (old, adam(old, named)))
+    rename(tmp_path / "c", lambda name: f"0.{wrapper}{name[2:]}")
     new = Layers("ab")
     optimizer = adam(new, [*new.named_parameters()][::-1])
     accelerator = run_of((new, optimizer))
@@ -218,13 +223,8 @@ def test_a_guarded_load_orders_moments_by_name(tmp_path: Path, wrapper: str) -> 
 
 def test_a_guarded_load_tells_that_names_and_order_have_changed(tmp_path: Path) -> None:
     """Weights of a renamed layer come from a hook of the script; the moments went by number."""
-    old = Layers("abc")
-    trained(run_of((old, adam(old))), tmp_path / "c")
-    path = tmp_path / "c" / "run_state_0.pt"
-    state = torch.load(path)
-    (groups,) = state["parameters"]
-    groups[0] = [name.replace("0.c.", "0.d.") for name in groups[0]]
-    torch.save(state, path)
+    saved(tmp_path / "c", of_adam("abc"))
+    rename(tmp_path / "c", lambda name: name.replace("0.c.", "0.d."))
     new = Layers("abc")
     parameters = [*new.parameters()]
     accelerator = run_of((new, adam(new, [*parameters[2:4], *parameters[:2], *parameters[4:]])))
@@ -234,12 +234,10 @@ def test_a_guarded_load_tells_that_names_and_order_have_changed(tmp_path: Path) 
 
 def test_rates_of_a_group_that_was_divided_stay_as_in_this_run(tmp_path: Path) -> None:
     """The rate of the one old group replaced those of the script, and nothing said so."""
-    old = Layers("ab", head=2)
-    trained(run_of((old, adam(old))), tmp_path / "c")
-    new = Layers("ab", head=5)
-    optimizer = torch.optim.AdamW(in_groups("a", "b", "h")(new))
+    saved(tmp_path / "c", of_adam("ab", head=2))
+    model, optimizer = of_groups(in_groups("a", "b", "h"), head=5)
     before = [group["lr"] for group in optimizer.param_groups]
-    accelerator = run_of((new, optimizer))
+    accelerator = run_of((model, optimizer))
     said = loaded(accelerator, tmp_path / "c")
     assert "options of param groups 0 and 1 stay as in this run" in said
     assert [group["lr"] for group in optimizer.param_groups] == before
@@ -247,10 +245,9 @@ def test_rates_of_a_group_that_was_divided_stay_as_in_this_run(tmp_path: Path) -
 
 
 def test_a_new_group_leaves_the_rate_of_the_old_one(tmp_path: Path) -> None:
-    old = Layers("ab", head=2)
-    wanted = trained(run_of((old, torch.optim.AdamW(in_groups("abh")(old)))), tmp_path / "c")
+    wanted = saved(tmp_path / "c", of_groups(in_groups("abh"), head=2))
     new = Layers("ab", head=5)
-    optimizer = torch.optim.AdamW(in_groups("h", "b", "a")(new)[:1] + in_groups("ba")(new))
+    optimizer = AdamW(in_groups("h", "b", "a")(new)[:1] + in_groups("ba")(new))
     accelerator = run_of((new, optimizer))
     assert "matched by name" in loaded(accelerator, tmp_path / "c")
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1]
@@ -258,24 +255,25 @@ def test_a_new_group_leaves_the_rate_of_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
-    old = Layers("ab", head=2)
-    trained(run_of((old, adam(old)), schedule=True), tmp_path / "c")
-    new = Layers("ab", head=5)
-    accelerator = run_of((new, torch.optim.AdamW(in_groups("ab", "h")(new))), schedule=True)
+    saved(tmp_path / "c", of_adam("ab", head=2), schedule=True)
+    accelerator = run_of(of_groups(in_groups("ab", "h"), head=5), schedule=True)
     with pytest.raises(LoadError, match="it has rates for 1 param group, this run's optimizer 2"):
         load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
 
 
-def trainable(model: nn.Module, letters: str, *, named: bool = True, kind: type = AdamW) -> Any:
-    """Return an optimizer of the layers with these letters; the script froze the others."""
+def trainable(letters: str, *, named: bool = True) -> tuple[nn.Module, Any]:
+    """Return a model and an optimizer of the layers with these letters; the script froze the
+    others.
+    """
+    model = Layers("abc")
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name[0] in letters
     pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-    return kind(pairs if named else [parameter for _, parameter in pairs], lr=0.1)
+    return model, AdamW(pairs if named else [parameter for _, parameter in pairs], lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "said"),
+    ("before", "now", "said"),
     [
         ("abc", "ac", "moments of 4 of 4 parameters loaded, matched by name; moments of 2 saved"),
         ("ab", "abc", "moments of 4 of 6 parameters loaded, matched by name; start empty"),
@@ -284,57 +282,46 @@ def trainable(model: nn.Module, letters: str, *, named: bool = True, kind: type 
 )
 @pytest.mark.parametrize("named", [True, False], ids=["named", "guarded"])
 def test_moments_of_other_trained_parameters_go_by_name(
-    tmp_path: Path, saved: str, now: str, said: str, named: bool
+    tmp_path: Path, before: str, now: str, said: str, named: bool
 ) -> None:
     """The number of parameters alone refused them, and the advice lost every moment."""
-    old = Layers("abc")
-    wanted = trained(run_of((old, trainable(old, saved, named=named))), tmp_path / "c")
+    wanted = saved(tmp_path / "c", trainable(before, named=named))
     if named:
         (tmp_path / "c" / "run_state_0.pt").unlink()
-    new = Layers("abc")
-    accelerator = run_of((new, trainable(new, now, named=named)))
+    accelerator = run_of(trainable(now, named=named))
     with pytest.raises(LoadError, match=r"next: pass policy=LoadPolicy\(models=\"partial\"\)"):
         load_state_tolerant(accelerator, tmp_path / "c")
     assert moments(accelerator) == {}
     assert said in loaded(accelerator, tmp_path / "c")
     found = moments(accelerator)
-    assert {name[2] for name in found} == set(saved) & set(now)
+    assert {name[2] for name in found} == set(before) & set(now)
     assert_by_name(found, wanted)
     trained(accelerator, tmp_path / "d")
 
 
 def test_other_trained_parameters_without_names_are_refused(tmp_path: Path) -> None:
-    old = Layers("abc")
-    trained(run_of((old, trainable(old, "abc", named=False))), tmp_path / "c")
+    saved(tmp_path / "c", trainable("abc", named=False))
     (tmp_path / "c" / "run_state_0.pt").unlink()
-    new = Layers("abc")
-    accelerator = run_of((new, trainable(new, "ac", named=False)))
+    accelerator = run_of(trainable("ac", named=False))
     with pytest.raises(LoadError, match=r"next: pass policy=LoadPolicy\(optimizers=\"warn\"\)"):
         load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
 
 
 @pytest.mark.parametrize("layers", [("abc",), ("a", "c")], ids=["1 group", "2 groups"])
 def test_moments_of_another_class_are_not_carried(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    old = Layers("abc")
-    trained(run_of((old, trainable(old, "abc"))), tmp_path / "c")
+    saved(tmp_path / "c", trainable("abc"))
     (tmp_path / "c" / MANIFEST).unlink()
     new = Layers("abc")
     accelerator = run_of((new, torch.optim.SGD(in_groups(*layers, named=True)(new))))
-    with pytest.raises(
-        LoadError, match=r"it lacks dampening.*|2 in this run; next: pass .*optimizers=\"warn\""
-    ):
+    said = r"it lacks dampening.*|2 in this run; next: pass .*optimizers=\"warn\""
+    with pytest.raises(LoadError, match=said):
         load_state_tolerant(accelerator, tmp_path / "c", policy=PARTIAL)
     assert not accelerator._optimizers[0].optimizer.state
 
 
 def test_a_file_that_fits_another_optimizer_stays_there(tmp_path: Path) -> None:
-    models = [Layers("ab"), Layers("abc")]
-    wanted = trained(
-        run_of((models[0], adam(models[0])), (models[1], trainable(models[1], "abc"))),
-        tmp_path / "c",
-    )
-    models = [Layers("ab"), Layers("abc")]
-    accelerator = run_of((models[0], adam(models[0])), (models[1], trainable(models[1], "bc")))
+    wanted = saved(tmp_path / "c", of_adam("ab"), trainable("abc"))
+    accelerator = run_of(of_adam("ab"), trainable("bc"))
     said = loaded(accelerator, tmp_path / "c")
     assert "optimizers 0 (AdamW) restored from optimizer.bin" in said
     assert "optimizers 1 (AdamW) adapted from optimizer_1.bin" in said

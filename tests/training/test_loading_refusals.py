@@ -114,23 +114,23 @@ def test_unequal_counts_that_nothing_tells_apart_name_the_entries(tmp_path: Path
     )
 
 
-def test_a_proven_double_is_set_aside_before_order_decides(tmp_path: Path) -> None:
-    source = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
-    shutil.copytree(source / "checkpoint", tmp_path / "c")
+DOUBLED = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
+
+
+def test_a_proven_double_is_set_aside_before_order_decides() -> None:
     # Two, as the folder has files.
     run = make_run(seeded(TwoLayer, 8), seeded(TwoLayer, 9), optimizer=None)
-    refused(run, tmp_path / "c", r"1 entry fits 2 objects, .*: model\.safetensors for models")
+    said = r"1 entry fits 2 objects, .*: model\.safetensors for models"
+    refused(run, DOUBLED / "checkpoint", said)
 
 
 def test_wrapped_names_with_other_bytes_are_no_double(tmp_path: Path) -> None:
-    source = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
-    shutil.copytree(source / "checkpoint", tmp_path / "c")
-    double = load_file(tmp_path / "c" / "model_1.safetensors")
+    folder = shutil.copytree(DOUBLED / "checkpoint", tmp_path / "c")
+    double = load_file(folder / "model_1.safetensors")
     double["module.fc1.bias"][0] += 1
-    save_file(double, tmp_path / "c" / "model_1.safetensors", metadata={"format": "pt"})
-    refused(
-        run_of_fixture(source)[0], tmp_path / "c", "2 entries fit 1 object, and nothing shows which"
-    )
+    save_file(double, folder / "model_1.safetensors", metadata={"format": "pt"})
+    said = "2 entries fit 1 object, and nothing shows which"
+    refused(run_of_fixture(DOUBLED)[0], folder, said)
 
 
 def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) -> None:
@@ -176,32 +176,26 @@ def test_names_that_do_not_fit_are_told_by_both_sides(folder: Path) -> None:
     )
 
 
+def lone(tmp_path: Path, **tensors: torch.Tensor) -> Path:
+    """Save the weights of a Linear(3, 2), and more."""
+    (tmp_path / "c").mkdir()
+    state = {"weight": torch.ones(2, 3), "bias": torch.ones(2), **tensors}
+    save_file(state, tmp_path / "c" / "model.safetensors")
+    return tmp_path / "c"
+
+
 def test_numbers_do_not_change_their_kind(tmp_path: Path) -> None:
-    save_file(
-        {"weight": torch.ones(2, 3, dtype=torch.int64), "bias": torch.ones(2)}, _made(tmp_path)
-    )
-    refused(
-        make_run(nn.Linear(3, 2), optimizer=None),
-        tmp_path / "c",
-        r"'weight': the dtype is int64 in the file",
-    )
+    folder = lone(tmp_path, weight=torch.ones(2, 3, dtype=torch.int64))
+    run = make_run(nn.Linear(3, 2), optimizer=None)
+    refused(run, folder, "'weight': the dtype is int64 in the file")
 
 
 def test_numbers_are_no_mask(tmp_path: Path) -> None:
-    mask = torch.tensor([2, 0])
-    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2), "mask": mask}, _made(tmp_path))
+    folder = lone(tmp_path, mask=torch.tensor([2, 0]))
     model = nn.Linear(3, 2)
     model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
-    refused(
-        make_run(model, optimizer=None),
-        tmp_path / "c",
-        r"'mask': the dtype is int64 in the file, bool in the model",
-    )
-
-
-def _made(tmp_path: Path) -> Path:
-    (tmp_path / "c").mkdir()
-    return tmp_path / "c" / "model.safetensors"
+    said = "'mask': the dtype is int64 in the file, bool in the model"
+    refused(make_run(model, optimizer=None), folder, said)
 
 
 def small(folder: Path, optimizer: Callable[..., Any], *shapes: tuple[int, int]) -> Path:
@@ -219,11 +213,7 @@ def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("saved", "here", "match"),
     [
-        (
-            torch.optim.SGD,
-            torch.optim.AdamW,
-            "it lacks betas, eps, so it was not saved from AdamW",
-        ),
+        (torch.optim.SGD, torch.optim.AdamW, "it lacks betas, eps, so it was not saved from AdamW"),
         (torch.optim.AdamW, momentum, "it lacks dampening, momentum, nesterov"),
         (
             torch.optim.AdamW,
@@ -291,6 +281,11 @@ class Teacher(TwoLayer):
     """Same names and shapes as a Student."""
 
 
+ONLY_MODELS = LoadPolicy(
+    optimizers=Requirement.IGNORE, schedulers=Requirement.IGNORE, custom=Requirement.IGNORE
+)
+
+
 def test_the_manifest_tells_models_apart_that_look_alike(folder: Path) -> None:
     module = Student.__module__
     entries = (
@@ -298,19 +293,15 @@ def test_the_manifest_tells_models_apart_that_look_alike(folder: Path) -> None:
         ManifestEntry(index=1, file="model_1.safetensors", type="__main__.Teacher"),
     )
     write_manifest(folder, models=entries)
-    policy = LoadPolicy(
-        optimizers=Requirement.IGNORE, schedulers=Requirement.IGNORE, custom=Requirement.IGNORE
-    )
     run = make_run(seeded(Teacher, 8), seeded(Student, 9), optimizer=None)
-    load_state_tolerant(run.accelerator, folder, policy=policy)
+    load_state_tolerant(run.accelerator, folder, policy=ONLY_MODELS)
     for position, name in enumerate(("model_1.safetensors", "model.safetensors")):
         assert torch.equal(run.models[position].fc1.weight, load_file(folder / name)["fc1.weight"])
     reset()
     lone = make_run(seeded(Teacher, 8), optimizer=None)  # the other count, and still no doubt
-    load_state_tolerant(lone.accelerator, folder, policy=policy)
-    assert torch.equal(
-        lone.models[0].fc1.weight, load_file(folder / "model_1.safetensors")["fc1.weight"]
-    )
+    load_state_tolerant(lone.accelerator, folder, policy=ONLY_MODELS)
+    teacher = load_file(folder / "model_1.safetensors")
+    assert torch.equal(lone.models[0].fc1.weight, teacher["fc1.weight"])
 
 
 def test_a_manifest_that_speaks_of_another_file_says_nothing(folder: Path) -> None:
@@ -320,16 +311,10 @@ def test_a_manifest_that_speaks_of_another_file_says_nothing(folder: Path) -> No
         ManifestEntry(index=1, file="model_2.safetensors", type=f"{module}.Student"),
     )
     write_manifest(folder, models=entries)
-    policy = LoadPolicy(
-        optimizers=Requirement.IGNORE, schedulers=Requirement.IGNORE, custom=Requirement.IGNORE
-    )
     run = make_run(seeded(Student, 8), seeded(Teacher, 9), optimizer=None)
-    report = load_state_tolerant(run.accelerator, folder, policy=policy)
-    assert [component.files for component in report.of("models")] == [
-        ("model.safetensors",),
-        ("model_1.safetensors",),
-    ]
-    assert all(component.by_position for component in report.of("models"))
+    models = load_state_tolerant(run.accelerator, folder, policy=ONLY_MODELS).of("models")
+    assert [one.files for one in models] == [("model.safetensors",), ("model_1.safetensors",)]
+    assert all(component.by_position for component in models)
 
 
 def test_what_the_manifest_says_was_tied_fills_a_model_that_does_not_tie(tmp_path: Path) -> None:
@@ -350,15 +335,10 @@ def test_what_the_manifest_says_was_tied_fills_a_model_that_does_not_tie(tmp_pat
 
 
 def test_the_manifest_names_the_optimizers_class(folder: Path) -> None:
-    write_manifest(
-        folder,
-        optimizers=(ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.nadam.NAdam"),),
-    )
-    refused(
-        fresh(),
-        folder,
-        r"it was saved from torch\.optim\.nadam\.NAdam, but this run's optimizer is AdamW",
-    )
+    entry = ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.nadam.NAdam")
+    write_manifest(folder, optimizers=(entry,))
+    said = r"it was saved from torch\.optim\.nadam\.NAdam, but this run's optimizer is AdamW"
+    refused(fresh(), folder, said)
 
 
 def test_the_step_comes_from_the_manifest_when_no_rank_holds_it(folder: Path) -> None:
@@ -396,9 +376,8 @@ def test_a_file_that_changes_while_it_is_read(
 def test_a_missing_optimizer_says_how_to_go_on_without(folder: Path) -> None:
     for path in folder.glob("optimizer*.bin"):
         path.unlink()
-    refused(
-        fresh(), folder, r'has no file for it; next: pass policy=LoadPolicy\(optimizers="warn"\)'
-    )
+    said = r'has no file for it; next: pass policy=LoadPolicy\(optimizers="warn"\)'
+    refused(fresh(), folder, said)
     run = fresh()
     with pytest.warns(UserWarning, match="optimizers [01]") as seen:
         load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers=Requirement.WARN))

@@ -22,7 +22,7 @@ from ckptfix.training.loading.load_state import (
 )
 from ckptfix.training.ranks import Ranks
 from fixtures.models import ConvNorm, Tied, TwoLayer
-from tests.training.loading_runs import Run, make_run, reset, seeded
+from tests.training.loading_runs import Loader, Run, make_run, reset, seeded
 
 
 class Counter:
@@ -74,20 +74,6 @@ class Momentum(torch.optim.SGD):  # type: ignore[misc]
         super().load_state_dict(state)
 
 
-class Loader:
-    use_stateful_dataloader = True
-    dataset = (1, 2, 3)
-
-    def __init__(self, place: int) -> None:
-        self.state = {"place": place}
-
-    def state_dict(self) -> dict[str, int]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.state.update(state)
-
-
 def made(seed: int, last: Any) -> tuple[Run, Callable[[], Any]]:
     """Return a run with one of everything, ``last`` its last object, and what shows all of its
     state.
@@ -131,20 +117,28 @@ def load(run: Run, folder: Path) -> LoadReport:
     return load_state_tolerant(run.accelerator, folder, policy=None)
 
 
+UNDONE = "all changes were undone; nothing is modified"
+
+
+def fails(work: Callable[[], object], said: str, *, is_undone: bool = True) -> str:
+    """Expect an error of a load that was undone, or was not; return what it says."""
+    with pytest.raises(LoadError, match=said) as caught:
+        work()
+    assert caught.value.modified == (not is_undone)
+    assert (UNDONE in str(caught.value)) == is_undone
+    return str(caught.value)
+
+
 def test_everything_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = made(5, Refusing(5))
     before, kept = seen(), [optimizer.state for optimizer in run.optimizers]
-    with pytest.raises(
-        LoadError, match=r"custom 1 \(Refusing\) could not load its state: KeyError: 'colour'"
-    ) as caught:
-        load(run, folder)
+    said = fails(
+        lambda: load(run, folder),
+        r"custom 1 \(Refusing\) could not load its state: KeyError: 'colour'",
+    )
+    assert 'next: pass policy=LoadPolicy(custom="ignore") to leave it unchanged' in said
     assert seen() == before
     assert all(one is other.state for one, other in zip(kept, run.optimizers, strict=True))
-    assert not caught.value.modified
-    assert "all changes were undone; nothing is modified" in str(caught.value)
-    assert 'next: pass policy=LoadPolicy(custom="ignore") to leave it unchanged' in str(
-        caught.value
-    )
     assert run.models[1].embed.weight is run.models[1].lm_head.weight
     monkeypatch.setattr(Refusing, "refuses", False)
     assert load(run, folder).is_complete
@@ -154,10 +148,8 @@ def test_everything_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_load_on_some_ranks_only_is_undone_too_and_says_so(folder: Path) -> None:
     run, seen = made(5, Refusing(5))
     before = seen()
-    with pytest.raises(LoadError, match="all changes were undone; nothing is modified") as caught:
-        load_here(run.accelerator, folder, LoadPolicy())
+    fails(lambda: load_here(run.accelerator, folder, LoadPolicy()), UNDONE)
     assert seen() == before
-    assert not caught.value.modified
 
 
 def test_what_was_kept_for_the_way_back_changes_nothing_in_a_load_that_works(
@@ -186,12 +178,9 @@ class Spoilt(Refusing):
 def test_what_cannot_be_taken_back_is_named(folder: Path) -> None:
     run, seen = made(5, Spoilt(5))
     before = seen()
-    with pytest.raises(LoadError, match=r"custom 1 \(Spoilt\) could not be undone") as caught:
-        load(run, folder)
-    assert caught.value.modified
-    assert "models 0" not in str(caught.value)
-    assert seen()[0] == before[0]
-    assert seen()[1] == before[1]
+    said = r"custom 1 \(Spoilt\) could not be undone"
+    assert "models 0" not in fails(lambda: load(run, folder), said, is_undone=False)
+    assert seen()[:2] == before[:2]
 
 
 class Shy(Refusing):
@@ -214,8 +203,8 @@ def test_an_object_without_a_state_of_its_own_yet(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = made(5, Shy(5))
-    with pytest.raises(LoadError, match=r"custom 1 \(Shy\) could not be undone"):
-        load(run, folder)
+    said = r"custom 1 \(Shy\) could not be undone"
+    fails(lambda: load(run, folder), said, is_undone=False)
     monkeypatch.setattr(Refusing, "refuses", False)
     assert load(run, folder).is_complete
 
@@ -223,14 +212,10 @@ def test_an_object_without_a_state_of_its_own_yet(
 def test_an_optimizer_with_a_way_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = made(5, Counter(5))
     before = seen()
-    with monkeypatch.context() as patch:
-        patch.setattr(Momentum, "refuses", True)
-        with pytest.raises(
-            LoadError, match=r"optimizers 3 \(Momentum\) could not load its state"
-        ) as caught:
-            load(run, folder)
+    monkeypatch.setattr(Momentum, "refuses", True)
+    fails(lambda: load(run, folder), r"optimizers 3 \(Momentum\) could not load its state")
+    monkeypatch.undo()
     assert seen() == before
-    assert not caught.value.modified
 
 
 class Own(TwoLayer):
@@ -246,27 +231,20 @@ def test_a_model_with_a_way_of_its_own(tmp_path: Path) -> None:
     reset()
     run = make_run(seeded(TwoLayer, 8), seeded(Own, 9))
     before = run.digest()
-    with pytest.raises(LoadError, match=r"models 1 \(Own\) could not load its state") as caught:
-        load(run, tmp_path / "c")
+    fails(lambda: load(run, tmp_path / "c"), r"models 1 \(Own\) could not load its state")
     assert run.digest() == before
-    assert not caught.value.modified
     lone = seeded(Own, 9)
-    with pytest.raises(LoadError, match="all changes were undone"):
-        load_checkpoint_tolerant(lone, tmp_path / "c" / "model.safetensors")
+    fails(lambda: load_checkpoint_tolerant(lone, tmp_path / "c" / "model.safetensors"), UNDONE)
     assert torch.equal(lone.fc1.weight, run.models[1].fc1.weight)
 
 
 def test_what_a_hook_did_is_taken_back_with_the_rest(folder: Path) -> None:
     run, seen = made(5, Refusing(5))
-
-    def hook(models: list[nn.Module], path: str) -> None:
-        with torch.no_grad():
-            models[0].fc1.weight.fill_(3.0)
-
-    run.accelerator.register_load_state_pre_hook(hook)
+    run.accelerator.register_load_state_pre_hook(
+        lambda models, path: models[0].fc1.weight.data.fill_(3.0)
+    )
     before = seen()
-    with pytest.raises(LoadError, match="all changes were undone"):
-        load(run, folder)
+    fails(lambda: load(run, folder), UNDONE)
     assert seen() == before
 
 
@@ -278,31 +256,35 @@ def with_scheduler(seed: int) -> Run:
     return run
 
 
+def no_room(value: Any) -> Any:
+    raise MemoryError("no room")
+
+
 def test_a_load_in_which_no_code_of_the_script_runs_copies_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = with_scheduler(1)
     run.accelerator.save_state(str(tmp_path / "c"))
-
-    def copying(value: Any) -> Any:
-        raise AssertionError("something was copied")
-
-    monkeypatch.setattr(commit, "copied", copying)
+    copied: list[Any] = []
+    monkeypatch.setattr(commit, "copied", copied.append)
     assert load(run, tmp_path / "c").is_complete
+    assert copied == []
 
 
-@pytest.mark.parametrize("state", [[1, 2], {"samples": 3, "losses": []}])
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [([1, 2], "not a scheduler state dict"), ({"samples": 3, "losses": []}, "it lacks")],
+)
 def test_a_scheduler_among_the_custom_objects_is_not_given_what_is_no_state_of_it(
-    tmp_path: Path, state: object
+    tmp_path: Path, state: object, why: str
 ) -> None:
     with_scheduler(1).accelerator.save_state(str(tmp_path / "c"))
     torch.save(state, tmp_path / "c" / "custom_checkpoint_0.pkl")
     reset()
     run = with_scheduler(2)
     before = run.digest()
-    with pytest.raises(
-        LoadError, match=r"custom 0 \(ExponentialLR\): .*(not a scheduler state dict|it lacks)"
-    ) as caught:
+    said = rf"custom 0 \(ExponentialLR\): .*{why}"
+    with pytest.raises(LoadError, match=said) as caught:
         load(run, tmp_path / "c")
     assert run.digest() == before
     assert "nothing was modified" in str(caught.value)
@@ -311,22 +293,17 @@ def test_a_scheduler_among_the_custom_objects_is_not_given_what_is_no_state_of_i
 def test_no_room_for_a_copy_stops_no_load_that_works(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def copying(value: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(commit, "copied", copying)
+    monkeypatch.setattr(commit, "copied", no_room)
     run, _ = made(5, Refusing(5))
     with monkeypatch.context() as patch:
         patch.setattr(Refusing, "refuses", False)
         assert load(run, folder).is_complete
-    with pytest.raises(
-        LoadError, match=r"models 0 \(TwoLayer\), .*, custom 1 \(Refusing\) could not be"
-    ) as caught:
-        load(run, folder)
-    assert caught.value.modified
+    said = r"models 0 \(TwoLayer\), .*, custom 1 \(Refusing\) could not be"
+    fails(lambda: load(run, folder), said, is_undone=False)
 
 
-def test_a_hook_of_torch_that_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_model", [True, False], ids=["model", "optimizer"])
+def test_a_hook_of_torch_that_raises(tmp_path: Path, of_model: bool) -> None:
     run = make_run(seeded(TwoLayer, 1))
     run.accelerator.save_state(str(tmp_path / "c"))
     reset()
@@ -336,15 +313,12 @@ def test_a_hook_of_torch_that_raises(tmp_path: Path) -> None:
         raise ValueError("not this one")
 
     before = run.digest()
-    for register in (
-        run.models[0].fc2._register_load_state_dict_pre_hook,
-        run.optimizers[0].register_load_state_dict_post_hook,
-    ):
-        handle = register(refuse)
-        with pytest.raises(LoadError, match="not this one; all changes were undone"):
-            load(run, tmp_path / "c")
-        assert run.digest() == before
-        handle.remove()
+    if of_model:
+        run.models[0].fc2._register_load_state_dict_pre_hook(refuse)
+    else:
+        run.optimizers[0].register_load_state_dict_post_hook(refuse)
+    fails(lambda: load(run, tmp_path / "c"), f"not this one; {UNDONE}")
+    assert run.digest() == before
 
 
 def test_a_failure_of_torch_itself_leaves_what_was_loaded_and_says_so(
@@ -357,33 +331,25 @@ def test_a_failure_of_torch_itself_leaves_what_was_loaded_and_says_so(
         raise torch.OutOfMemoryError("no memory for the state")
 
     monkeypatch.setattr(torch.optim.AdamW, "__setstate__", out_of_memory)
-    with pytest.raises(
-        LoadError, match=r"models 0 \(TwoLayer\), optimizers 0 \(AdamW\) could not be"
-    ) as caught:
-        load(run, tmp_path / "c")
-    assert caught.value.modified
+    said = r"models 0 \(TwoLayer\), optimizers 0 \(AdamW\) could not be"
+    fails(lambda: load(run, tmp_path / "c"), said, is_undone=False)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_undone", [True, False])
 def test_what_hooks_modified_is_undone_when_a_commit_cannot_begin(
-    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_undone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "Everything was undone" was said of weights that hooks had changed."""
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     tensors = commit.Tensors([model])
-    with torch.no_grad():
-        model.weight.zero_()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(commit, "current_random", broken)
-    if fails:
-        monkeypatch.setattr(commit.Tensors, "restore", broken)
+    model.weight.data.zero_()
+    monkeypatch.setattr(commit, "current_random", lambda: no_room(None))
+    if not is_undone:
+        monkeypatch.setattr(commit.Tensors, "restore", no_room)
     draft = Draft(path=tmp_path, policy=LoadPolicy())
-    ending = "the weights of the models could not be undone" if fails else "all changes were undone"
-    with pytest.raises(LoadError, match=ending) as raised:
-        commit.commit_on_all(Ranks(None), draft, None, tensors)
-    assert raised.value.modified == fails
-    assert torch.equal(model.weight, before) != fails
+    ending = UNDONE if is_undone else "the weights of the models could not be undone"
+    fails(
+        lambda: commit.commit_on_all(Ranks(None), draft, None, tensors), ending, is_undone=is_undone
+    )
+    assert torch.equal(model.weight, before) == is_undone

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import attach_align_device_hook
 from accelerate.utils import OffloadedWeightsLoader
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix.devices import offloaded
@@ -21,7 +21,7 @@ from ckptfix.training.loading.load_report import LoadError, Status
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
 from fixtures.digests import tensor_digests
 from fixtures.models import Tied, TwoLayer
-from tests.training.loading_runs import FIXTURES, files_of, make_run, reset, seeded
+from tests.training.loading_runs import FIXTURES, Names, files_of, make_run, reset, seeded
 
 LONE = sorted(path.parent for path in FIXTURES.glob("*/lone-*/run.json")) + sorted(
     path.parent for path in FIXTURES.glob("*/single-level-*/run.json")
@@ -71,50 +71,20 @@ def test_a_key_in_two_shards_is_refused_unless_its_values_are_equal(
     assert tensor_digests(model.state_dict()) == tensor_digests(before)
 
 
-class Names(nn.Module):  # type: ignore[misc]
-    """A model with these names and shapes, in modules as the dots say; two names can be one
-    tensor.
-    """
-
-    def __init__(self, state: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
-        super().__init__()
-        for name, value in state.items():
-            self.place(name, nn.Parameter(torch.zeros_like(value)))
-        for name, source in ties.items():
-            self.place(name, self.get_parameter(source))
-
-    def place(self, name: str, parameter: nn.Parameter) -> None:
-        *path, last = name.split(".")
-        module: nn.Module = self
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module._modules[step]
-        module.register_parameter(last, parameter)
-
-
 @pytest.mark.parametrize("fixture", SHARDED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_sharded_model_of_a_real_run_arrives(fixture: Path) -> None:
     folder = fixture / "checkpoint"
     wanted = json.loads((fixture / "run.json").read_text())["models"][0]["tensors"]
-    index = next(folder.glob("*.index.json"))
-    state = _read(folder)
-    pair = ("lm_head.weight", "transformer.wte.weight")
-    ties = {one: other for one, other in (pair, pair[::-1]) if one in wanted and one not in state}
-    for path in (folder, index):
-        model = Names(state, ties)
-        load_checkpoint_tolerant(model, path)
-        assert tensor_digests(model.state_dict()) == wanted
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     state: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*-of-*")):
         part = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
         state.update({name.replace("module.", ""): value for name, value in part.items()})
-    return state
+    pair = ("lm_head.weight", "transformer.wte.weight")
+    ties = {one: other for one, other in (pair, pair[::-1]) if one in wanted and one not in state}
+    for path in (folder, next(folder.glob("*.index.json"))):
+        model = Names({name: torch.zeros_like(state[name]) for name in state}, ties)
+        load_checkpoint_tolerant(model, path)
+        assert tensor_digests(model.state_dict()) == wanted
 
 
 def test_a_training_dict_with_two_models_that_fit(tmp_path: Path) -> None:
@@ -132,14 +102,12 @@ def test_a_training_dict_with_two_models_that_fit(tmp_path: Path) -> None:
 
 
 def test_one_of_two_models_fits(tmp_path: Path) -> None:
-    big = nn.Linear(5, 3)
-    torch.save(
-        {"net": seeded(TwoLayer, 1).state_dict(), "heads": [{"a.weight": big.weight}]},
-        tmp_path / "t.pt",
-    )
+    heads = [{"a.weight": nn.Linear(5, 3).weight}]
+    net = seeded(TwoLayer, 1).state_dict()
+    torch.save({"net": net, "heads": heads}, tmp_path / "t.pt")
     model = seeded(TwoLayer, 3)
     report = load_checkpoint_tolerant(model, tmp_path / "t.pt")
-    assert tensor_digests(model.state_dict()) == tensor_digests(seeded(TwoLayer, 1).state_dict())
+    assert tensor_digests(model.state_dict()) == tensor_digests(net)
     assert report.of("models")[0].status is Status.RESTORED
 
 
@@ -157,10 +125,9 @@ def test_a_save_state_folder_of_one_model_doubled(tmp_path: Path) -> None:
         load_checkpoint_tolerant(model, tmp_path / "c")
 
 
-def test_a_wrapped_model_takes_bare_names(tmp_path: Path) -> None:
-    save_file(seeded(TwoLayer, 1).state_dict(), tmp_path / "m.safetensors")
+def test_a_wrapped_model_takes_bare_names(file: Path) -> None:
     model = seeded(TwoLayer, 3)
-    load_checkpoint_tolerant(nn.DataParallel(model), tmp_path / "m.safetensors")
+    load_checkpoint_tolerant(nn.DataParallel(model), file)
     assert tensor_digests(model.state_dict()) == tensor_digests(seeded(TwoLayer, 1).state_dict())
 
 
@@ -170,6 +137,16 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(LoadError, match="no model weights"):
         load_checkpoint_tolerant(TwoLayer(), tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(seeded(TwoLayer, 1).state_dict(), tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def on_cpu(model: nn.Module) -> Any:
+    return cpu_offload(model, execution_device=torch.device("cpu"))
 
 
 def forward(model: nn.Module) -> torch.Tensor:
@@ -191,7 +168,7 @@ def in_memory(model: nn.Module, _: Path) -> nn.Module:
 
 
 OFFLOADS: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "cpu offload": lambda model, folder: cpu_offload(model, execution_device=torch.device("cpu")),
+    "cpu offload": lambda model, folder: on_cpu(model),
     "disk offload": lambda model, folder: disk_offload(
         model, str(folder), execution_device=torch.device("cpu")
     ),
@@ -226,46 +203,37 @@ def test_offloaded_weights_really_arrive(tmp_path: Path, how: str) -> None:
 def test_offloaded_tied_weights_arrive_in_both_places(tmp_path: Path) -> None:
     wanted = seeded(Tied, 1)
     make_run(wanted, optimizer=None).accelerator.save_state(str(tmp_path / "c"))
-    model = cpu_offload(seeded(Tied, 2), execution_device=torch.device("cpu"))
+    model = on_cpu(seeded(Tied, 2))
     load_checkpoint_tolerant(model, tmp_path / "c")
     ids = torch.arange(5).reshape(1, 5)
     with torch.no_grad():
         assert torch.equal(model(ids), wanted(ids))
 
 
-def test_empty_weights_are_made(tmp_path: Path) -> None:
-    wanted = seeded(TwoLayer, 1)
-    save_file(wanted.state_dict(), tmp_path / "m.safetensors")
+def test_empty_weights_are_made(file: Path) -> None:
     with init_empty_weights():
         model = TwoLayer()
-    load_checkpoint_tolerant(model, tmp_path / "m.safetensors")
-    assert torch.equal(forward(model), forward(wanted))
+    load_checkpoint_tolerant(model, file)
+    assert torch.equal(forward(model), forward(seeded(TwoLayer, 1)))
 
 
 def test_weights_that_do_not_arrive_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file(seeded(TwoLayer, 1).state_dict(), tmp_path / "m.safetensors")
-    model = cpu_offload(seeded(TwoLayer, 2), execution_device=torch.device("cpu"))
+    model = on_cpu(seeded(TwoLayer, 2))
     monkeypatch.setattr(offloaded.MemorySlot, "write", lambda slot, value: None)
-    with pytest.raises(
-        LoadError, match=r"'fc1\.(weight|bias)' differs from the written value when read back"
-    ) as caught:
-        load_checkpoint_tolerant(model, tmp_path / "m.safetensors")
+    said = r"'fc1\.(weight|bias)' differs from the written value when read back"
+    with pytest.raises(LoadError, match=said) as caught:
+        load_checkpoint_tolerant(model, file)
     assert caught.value.modified
 
 
-def test_offloaded_weights_that_cannot_be_written_stop_the_load(tmp_path: Path) -> None:
-    save_file(seeded(TwoLayer, 1).state_dict(), tmp_path / "m.safetensors")
-    model = cpu_offload(seeded(TwoLayer, 2), execution_device=torch.device("cpu"))
+def test_offloaded_weights_that_cannot_be_written_stop_the_load(file: Path) -> None:
+    model = on_cpu(seeded(TwoLayer, 2))
     before = forward(model)
-    model.fc2._hf_hook.weights_map = None
-    with pytest.raises(
-        LoadError,
-        match=r"'fc2\.(weight|bias)' is on the meta device, and its hook has no writable weights",
-    ):
-        load_checkpoint_tolerant(model, tmp_path / "m.safetensors")
-    model.fc2._hf_hook.weights_map = model.fc1._hf_hook.weights_map.__class__(
-        model.fc1._hf_hook.weights_map.dataset, "fc2."
-    )
+    kept, model.fc2._hf_hook.weights_map = model.fc2._hf_hook.weights_map, None
+    said = r"'fc2\.(weight|bias)' is on the meta device, and its hook has no writable weights"
+    with pytest.raises(LoadError, match=said):
+        load_checkpoint_tolerant(model, file)
+    model.fc2._hf_hook.weights_map = kept
     assert torch.equal(forward(model), before)

@@ -44,16 +44,19 @@ def alone(model: nn.Module, folder: Path, policy: LoadPolicy) -> LoadReport:
 
 Load = Callable[[nn.Module, Path, LoadPolicy], LoadReport]
 
-loads = pytest.mark.parametrize("load", [of_a_run, alone])
-kinds = pytest.mark.parametrize(
-    "save",
-    [{}, {"safe_serialization": False}, {"max_shard_size": "300B"}],
-    ids=["safetensors", "bin", "sharded"],
+loads = pytest.mark.parametrize(
+    ("load", "save"),
+    [
+        (of_a_run, {}),
+        (of_a_run, {"safe_serialization": False}),
+        (alone, {}),
+        (alone, {"max_shard_size": "300B"}),
+    ],
+    ids=["run", "run, bin", "alone", "alone, sharded"],
 )
 
 
 @loads
-@kinds
 def test_different_values_for_one_parameter_are_a_failure(
     tmp_path: Path, load: Load, save: dict[str, Any]
 ) -> None:
@@ -69,7 +72,6 @@ def test_different_values_for_one_parameter_are_a_failure(
 
 
 @loads
-@kinds
 @pytest.mark.parametrize("word", ["partial", "warn"])
 def test_the_report_says_whose_values_a_tied_parameter_has(
     tmp_path: Path, load: Load, save: dict[str, Any], word: str
@@ -86,7 +88,6 @@ def test_the_report_says_whose_values_a_tied_parameter_has(
 
 
 @loads
-@kinds
 def test_equal_values_for_one_parameter_are_restored(
     tmp_path: Path, load: Load, save: dict[str, Any]
 ) -> None:
