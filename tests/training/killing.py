@@ -65,6 +65,16 @@ class Steps:
         return stepping
 
 
+def arm(steps: Steps) -> None:
+    """Count from now on, in the writers of torch and safetensors, too."""
+    import accelerate.utils.other as accelerate_files
+    import torch
+
+    for module, name in ((torch, "save"), (accelerate_files, "safe_save_file")):
+        setattr(module, name, steps.around(getattr(module, name)))
+    steps.armed = True
+
+
 def in_child(work: Callable[[], None]) -> int:
     """Run ``work`` in a forked process and return its wait status: 0 when it ended well."""
     pid = os.fork()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.deepspeed_library import variables as deepspeed_variables
 from tests.stores.servers import bucket, ministack, ministack_process
 from tests.tiny_adapters import NAME, live, llama, peft, renamed, write
 from tests.training.loading_runs import reset
-from tests.training.rank_cases import turn_on_fsdp
+from tests.training.rank_cases import run_python, turn_on_fsdp
 from tests.training.ranks import run_ranks
 from tests.training.test_saving import own_disk
 from tests.training.trainer_kills import build, transformers
@@ -77,13 +78,46 @@ def adapted(**settings: Any) -> Any:
     )
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "ckptfix"]
+class Log:
+    """What the log of a run has said."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def lines(self) -> list[str]:
+        return [one.getMessage() for one in self._caplog.records if one.name == "ckptfix"]
+
+    def clear(self) -> None:
+        self._caplog.clear()
+
+    def only(self, begins: str, code: str) -> str:
+        """Return the one warning, which begins with a folder and ends with a finding."""
+        (message,) = self.lines()
+        assert message.startswith(begins), message
+        assert message.endswith(f"ckptfix explain {code}"), message
+        return message
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    return Log(caplog)
 
 
 def compiled_state(model: Any) -> dict[str, Any]:
-    state: dict[str, Any] = torch.compile(model, backend="eager").state_dict()
-    return state
+    return dict(torch.compile(model, backend="eager").state_dict())
+
+
+def parallel_state(model: Any) -> dict[str, Any]:
+    return dict(torch.nn.DataParallel(model).state_dict())
+
+
+def emptied_state(model: Any) -> dict[str, Any]:
+    state = model.state_dict()
+    return {key: torch.zeros(0) if "lora" in key else value for key, value in state.items()}
+
+
+def prefixed(model: Any, prefix: str = "module.") -> dict[str, Any]:
+    return {f"{prefix}{key}": value for key, value in model.state_dict().items()}
 
 
 def two_adapters() -> Any:
@@ -94,143 +128,103 @@ def two_adapters() -> Any:
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(
-    ("model", "options", "expected", "alive"),
+    ("model", "state", "expected", "alive"),
     [
-        pytest.param(adapted, lambda model: {}, None, "8 of 8", id="healthy"),
-        pytest.param(lambda: adapted(use_dora=True), lambda model: {}, None, "12 of 12", id="DoRA"),
-        pytest.param(two_adapters, lambda model: {}, None, "8 of 8", id="two adapters"),
+        pytest.param(adapted, None, None, "8 of 8", id="healthy"),
+        pytest.param(lambda: adapted(use_dora=True), None, None, "12 of 12", id="DoRA"),
+        pytest.param(two_adapters, None, None, "8 of 8", id="two adapters"),
         # PEFT 0.21 finds no key of its own in the state of a wrapper, and saves an empty adapter.
-        pytest.param(
-            adapted,
-            lambda model: {"state_dict": compiled_state(model)},
-            "incomplete-adapter",
-            "0 of 0",
-            id="compiled",
-        ),
-        pytest.param(
-            adapted,
-            lambda model: {"state_dict": torch.nn.DataParallel(model).state_dict()},
-            "incomplete-adapter",
-            "0 of 0",
-            id="DataParallel",
-        ),
+        pytest.param(adapted, compiled_state, "incomplete-adapter", "0 of 0", id="compiled"),
+        pytest.param(adapted, parallel_state, "incomplete-adapter", "0 of 0", id="DataParallel"),
         # Simulated: ZeRO-3 without a gather gives the main process such states.
+        pytest.param(adapted, lambda model: {}, "incomplete-adapter", "0 of 0", id="ZeRO-3"),
         pytest.param(
-            adapted, lambda model: {"state_dict": {}}, "incomplete-adapter", "0 of 0",
-            id="simulated ZeRO-3"
-        ),
-        pytest.param(
-            adapted,
-            lambda model: {
-                "state_dict": {key: torch.zeros(0) if "lora" in key else value
-                               for key, value in model.state_dict().items()}
-            },
-            "incomplete-adapter",
-            "RuntimeError",
-            id="simulated ZeRO-3, tensors without elements",
+            adapted, emptied_state, "incomplete-adapter", "RuntimeError", id="ZeRO-3, no elements"
         ),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_is_told_at_its_save(
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    log: Log,
     model: Callable[[], Any],
-    options: Callable[[Any], dict[str, Any]],
+    state: Callable[[Any], dict[str, Any]] | None,
     expected: str | None,
     alive: str,
 ) -> None:
     run = Run(model())
     for number in range(3):
         run.step()
-        run.model.save_pretrained(str(tmp_path / f"adapter-{number}"), **options(run.model))
+        given = {} if state is None else {"state_dict": state(run.model)}
+        run.model.save_pretrained(str(tmp_path / f"adapter-{number}"), **given)
     assert live(tmp_path / "adapter-2", load_file(tmp_path / "adapter-2" / NAME)) == alive
     assert check(tmp_path / "adapter-0").status == (0 if expected is None else 1)
-    messages = warnings(caplog)
     if expected is None:
-        assert messages == []
-        return
-    (message,) = messages
-    assert message.startswith(f"{tmp_path / 'adapter-0'} (step 1): {NAME}: ")
-    assert "; next: " in message
-    assert message.endswith(f"ckptfix explain {expected}")
+        assert log.lines() == []
+    else:
+        assert "; next: " in log.only(f"{tmp_path / 'adapter-0'} (step 1): {NAME}: ", expected)
 
 
 @pytest.mark.usefixtures("guarded")
-def test_an_adapter_in_a_sub_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_in_a_sub_folder(tmp_path: Path, log: Log) -> None:
     """PEFT saves one with a name of its own there; what else lies below the folder is of other
     saves.
     """
     model = two_adapters()
     model.save_pretrained(str(tmp_path / "old/checkpoint-1"), state_dict={})
     checked_saves.forget()
-    caplog.clear()
+    log.clear()
     model.save_pretrained(str(tmp_path / "old"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
     state = {key: value for key, value in model.state_dict().items() if "other" not in key}
     model.save_pretrained(str(tmp_path / "new"), state_dict=state)
-    (message,) = warnings(caplog)
+    (message,) = log.lines()
     assert message.startswith(f"{tmp_path / 'new/other'}: {NAME}: ")
 
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_model_for_from_pretrained(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
-) -> None:
+def test_a_model_for_from_pretrained(tmp_path: Path, log: Log, prefix: str) -> None:
     run = Run(llama())
     for number in range(2):
         run.step()
-        state = {f"{prefix}{key}": value for key, value in run.model.state_dict().items()}
-        run.model.save_pretrained(str(tmp_path / f"{number}"), state_dict=state)
+        run.model.save_pretrained(
+            str(tmp_path / f"{number}"), state_dict=prefixed(run.model, prefix)
+        )
     _, loaded = type(run.model).from_pretrained(str(tmp_path / "0"), output_loading_info=True)
     assert bool(loaded["missing_keys"]) is bool(prefix)
-    messages = warnings(caplog)
-    assert len(messages) == bool(prefix), messages
-    assert all(
-        message.startswith(f"{tmp_path / '0'} (step 1): model.safetensors: ")
-        for message in messages
-    )
+    said = [one.partition(" (step 1): model.safetensors: ")[0] for one in log.lines()]
+    assert said == ([str(tmp_path / "0")] if prefix else [])
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_change_after_clean_saves_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_change_after_clean_saves_is_told(tmp_path: Path, log: Log) -> None:
     run = Run(llama())
     for number in range(3):
         run.step()
         run.model.save_pretrained(str(tmp_path / f"{number}"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
     run.model.config.num_hidden_layers += 1
     run.model.save_pretrained(str(tmp_path / "layers"))
     run.model.config.num_hidden_layers -= 1
-    state = {f"module.{key}": value for key, value in run.model.state_dict().items()}
-    run.model.save_pretrained(str(tmp_path / "keys"), state_dict=state)
-    assert [message.partition(" (step 3): ")[0] for message in warnings(caplog)] == [
-        str(tmp_path / "layers"),
-        str(tmp_path / "keys"),
-    ]
+    run.model.save_pretrained(str(tmp_path / "keys"), state_dict=prefixed(run.model))
+    said = [message.partition(" (step 3): ")[0] for message in log.lines()]
+    assert said == [str(tmp_path / "layers"), str(tmp_path / "keys")]
 
 
 @pytest.mark.usefixtures("guarded")
-def test_an_adapter_that_became_zeros_after_clean_saves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_that_became_zeros_after_clean_saves(tmp_path: Path, log: Log) -> None:
     run = Run(adapted())
     for _ in range(25):
         run.step()
     for number in range(2):
         run.step()
         run.model.save_pretrained(str(tmp_path / f"{number}"))
-    assert warnings(caplog) == []
-    with torch.no_grad():
-        for name, parameter in run.model.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
+    assert log.lines() == []
+    for name, parameter in run.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
     run.model.save_pretrained(str(tmp_path / "zeros"))
-    (message,) = warnings(caplog)
-    assert message.startswith(f"{tmp_path / 'zeros'} (step 27): ")
-    assert message.endswith("ckptfix explain untrained-adapter")
+    log.only(f"{tmp_path / 'zeros'} (step 27): ", "untrained-adapter")
 
 
 class WrappedKeys(transformers.Trainer):  # type: ignore[misc]
@@ -258,25 +252,20 @@ class Ungathered(transformers.Trainer):  # type: ignore[misc]
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [
-        (transformers.Trainer, None),
-        (WrappedKeys, "dead-adapter"),
-        (Ungathered, "incomplete-adapter"),
-    ],
+    [(WrappedKeys, "dead-adapter"), (Ungathered, "incomplete-adapter"), (transformers.Trainer, "")],
 )
 def test_a_trainer_is_told_at_its_first_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, code: str | None
+    tmp_path: Path, log: Log, kind: Any, code: str
 ) -> None:
     trainer = build(tmp_path, [])
     model = peft.get_peft_model(trainer.model, peft.LoraConfig(r=2, target_modules=["c_attn"]))
-    trainer = kind(model=model, args=trainer.args, train_dataset=trainer.train_dataset)
-    trainer.train()
-    messages = [message for message in warnings(caplog) if "ckptfix explain" in message]
-    assert len(messages) == (code is not None), messages
+    kind(model=model, args=trainer.args, train_dataset=trainer.train_dataset).train()
+    messages = [message for message in log.lines() if "ckptfix explain" in message]
+    assert len(messages) == bool(code), messages
     assert SAVING not in "".join(messages)
-    if code is not None:
-        assert messages[0].startswith(f"{tmp_path / 'checkpoint-2'} (step 2): {NAME}: ")
-        assert messages[0].endswith(f"ckptfix explain {code}")
+    for message in messages:
+        assert message.startswith(f"{tmp_path / 'checkpoint-2'} (step 2): {NAME}: ")
+        assert message.endswith(f"ckptfix explain {code}")
     if code == "dead-adapter":
         assert "unwrap_model" in messages[0]
         assert f"ckptfix repair {tmp_path / 'checkpoint-2'}" in messages[0]
@@ -297,7 +286,7 @@ def hook_of(model: Any) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("kind", [accelerate.Accelerator, Accelerator])
-def test_a_hook_of_save_state(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any) -> None:
+def test_a_hook_of_save_state(tmp_path: Path, log: Log, kind: Any) -> None:
     if kind is accelerate.Accelerator:
         patch_accelerate()
     run = Run(accelerator=kind)
@@ -305,15 +294,11 @@ def test_a_hook_of_save_state(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     for number in range(2):
         run.step()
         run.accelerator.save_state(str(tmp_path / f"c{number}"))
-    (message,) = warnings(caplog)
-    assert message.startswith(f"{tmp_path / 'c0'} (step 1): {NAME}: ")
-    assert message.endswith("ckptfix explain dead-adapter")
+    log.only(f"{tmp_path / 'c0'} (step 1): {NAME}: ", "dead-adapter")
 
 
 @pytest.mark.parametrize("way", ["argument", "environment", "no guard"])
-def test_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_off(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "environment":
         monkeypatch.setenv(checked_saves.VARIABLE, "0")
     if way != "no guard":
@@ -323,7 +308,7 @@ def test_off(
     run.step()
     run.model.save_pretrained(str(tmp_path / "a"), state_dict={})
     run.accelerator.save_state(str(tmp_path / "c"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
 
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,14 +339,14 @@ def test_the_patch_leaves_no_trace() -> None:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("config", ["[]", "{", "[" * 5000, '{"peft_type": "LORA", "r": "8"}', "\0"])
 def test_a_config_that_no_one_writes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, config: str
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     monkeypatch.setattr(
         peft.LoraConfig, "save_pretrained", lambda self, folder,
         **_: (Path(folder) / "adapter_config.json") .write_text(config),
     )  # fmt: skip
     adapted().save_pretrained(str(tmp_path))
-    assert "not checked" not in "".join(warnings(caplog))
+    assert "not checked" not in "".join(log.lines())
 
 
 @pytest.mark.usefixtures("guarded")
@@ -370,7 +355,7 @@ def test_a_config_that_no_one_writes(
 )
 def test_a_check_that_fails_ends_no_save(
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    log: Log,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
 ) -> None:
@@ -382,7 +367,7 @@ def test_a_check_that_fails_ends_no_save(
     for number in range(2):
         run.model.save_pretrained(str(tmp_path / "a"))
         run.accelerator.save_state(str(tmp_path / f"c{number}"))
-    (message,) = warnings(caplog)
+    (message,) = log.lines()
     assert f"{tmp_path / 'a'}: the check after the save failed: {type(error).__name__}" in message
     assert check(tmp_path / "c1").status == 0
 
@@ -393,7 +378,7 @@ def test_a_check_that_fails_ends_no_save(
 )
 def test_a_check_that_takes_long_stops(
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    log: Log,
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
     words: str,
@@ -406,16 +391,16 @@ def test_a_check_that_takes_long_stops(
     # Each later one would take as long.
     monkeypatch.setattr(checked_saves, limit, usual)
     model.save_pretrained(str(tmp_path / "b"), state_dict={})
-    (message,) = warnings(caplog)
+    (message,) = log.lines()
     assert words in message
     assert message.endswith(f"next: ckptfix check {tmp_path / 'a'}")
     adapted().save_pretrained(str(tmp_path / "of another model"), state_dict={})
-    assert warnings(caplog)[-1].endswith("ckptfix explain incomplete-adapter")
+    assert log.lines()[-1].endswith("ckptfix explain incomplete-adapter")
 
 
 @pytest.mark.usefixtures("guarded")
 def test_the_first_check_of_each_model_has_a_second(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of another library imports other rules: 8 shards of Llama after an adapter took more
     than 50 ms, and none of its saves was checked.
@@ -424,9 +409,9 @@ def test_the_first_check_of_each_model_has_a_second(
     adapter, model = adapted(), llama()
     adapter.save_pretrained(str(tmp_path / "adapter"))
     model.save_pretrained(str(tmp_path / "model"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
     model.save_pretrained(str(tmp_path / "model"))
-    (message,) = warnings(caplog)
+    (message,) = log.lines()
     assert (
         f"{tmp_path / 'model'}: neither this save nor later saves are checked: the check took more "
         "than 0 ms" in message
@@ -454,6 +439,9 @@ def stale(run: Run) -> None:
         weights[0].update({key: value.clone() for key, value in kept.items()})
 
     run.accelerator.register_save_state_pre_hook(old)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def linear(dtype: torch.dtype = torch.float32) -> Any:
@@ -493,48 +481,30 @@ class ManyExperts(Mixed):
         del self.part
 
 
+NORM = {"lr": 1e-3, "weight_decay": 0.0}
+
+
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(
     ("run", "is_stale", "counts", "told"),
     [
         pytest.param(lambda: Run(linear()), True, True, True, id="old values"),
         pytest.param(lambda: Run(Mixed()), True, True, True, id="old values of a part"),
-        pytest.param(
-            lambda: Run(linear(torch.bfloat16)), True, True, False, id="bf16, which may stay"
-        ),
+        pytest.param(lambda: Run(linear(BF16)), True, True, False, id="bf16, which may stay"),
         pytest.param(lambda: Run(linear()), False, True, False, id="healthy"),
         pytest.param(lambda: Run(Mixed()), False, True, False, id="frozen base"),
         pytest.param(lambda: Run(ManyExperts()), False, True, False, id="frozen experts"),
-        pytest.param(
-            lambda: Run(linear()), True, False, False, id="no step, or one that fp16 skips"
-        ),
+        # Or one that fp16 skips.
+        pytest.param(lambda: Run(linear()), True, False, False, id="no step"),
         pytest.param(lambda: Run(linear(), lr=0.0), False, True, False, id="learning rate 0"),
-        pytest.param(
-            lambda: Run(of_ones(torch.bfloat16), lr=1e-3, weight_decay=0.0),
-            False,
-            True,
-            False,
-            id="bf16 stays",
-        ),
-        pytest.param(
-            lambda: Run(of_ones(torch.float32), lr=1e-3, weight_decay=0.0),
-            True,
-            True,
-            True,
-            id="the same in fp32",
-        ),
-        pytest.param(
-            lambda: Run(linear(), kind=torch.optim.SGD), True, True, False, id="SGD: no count"
-        ),
+        pytest.param(lambda: Run(of_ones(BF16), **NORM), False, True, False, id="bf16 stays"),
+        pytest.param(lambda: Run(of_ones(FP32), **NORM), True, True, True, id="the same in fp32"),
+        # Which has no count of steps.
+        pytest.param(lambda: Run(linear(), torch.optim.SGD), True, True, False, id="SGD"),
     ],
 )
 def test_equal_weights(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    run: Callable[[], Run],
-    is_stale: bool,
-    counts: bool,
-    told: bool,
+    tmp_path: Path, log: Log, run: Callable[[], Run], is_stale: bool, counts: bool, told: bool
 ) -> None:
     made = run()
     if is_stale:
@@ -544,7 +514,7 @@ def test_equal_weights(
         made.accelerator.save_state(str(tmp_path / f"c{number}"))
         made.step(counts=counts)
         made.step(counts=counts)
-    messages = warnings(caplog)
+    messages = log.lines()
     assert len(messages) == told, messages
     if told:
         assert messages[0].startswith(
@@ -571,7 +541,7 @@ def of_rows_set_back() -> Any:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("make", [of_one_row, of_rows_set_back])
 def test_a_table_of_which_one_row_is_trained(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any]
+    tmp_path: Path, log: Log, make: Callable[[], Any]
 ) -> None:
     table = make()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -583,59 +553,48 @@ def test_a_table_of_which_one_row_is_trained(
         optimizer.step()
         optimizer.zero_grad()
         accelerator.save_state(str(tmp_path / f"c{number}"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
 
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("way", ["save_model", "save_pretrained"])
 def test_the_best_weights_are_loaded_again_before_the_last_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+    tmp_path: Path, log: Log, way: str
 ) -> None:
     """One save of equal weights is a habit of scripts, two in a row are none."""
     run = Run()
-
-    def save(name: str) -> None:
-        folder = str(tmp_path / name)
-        (
-            run.model.save_pretrained(folder)
-            if way == "save_pretrained"
-            else run.accelerator.save_model(run.model, folder)
-        )
-
+    to_model = partial(run.accelerator.save_model, run.model)
+    save = run.model.save_pretrained if way == "save_pretrained" else to_model
     run.step()
     best = {key: value.clone() for key, value in run.model.state_dict().items()}
-    save("best")
+    save(str(tmp_path / "best"))
     for name in ("final", "again"):
-        assert warnings(caplog) == []
+        assert log.lines() == []
         run.step()
         run.model.load_state_dict(best)
-        save(name)
-    (message,) = warnings(caplog)
-    assert message.startswith(f"{tmp_path / 'again'} (step 3): ")
-    assert message.endswith("ckptfix explain stale-save")
+        save(str(tmp_path / name))
+    log.only(f"{tmp_path / 'again'} (step 3): ", "stale-save")
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_reference_adapter_and_a_teacher_stay_equal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reference_adapter_and_a_teacher_stay_equal(tmp_path: Path, log: Log) -> None:
     run, teacher = Run(two_adapters()), adapted()
     for number in range(4):
         run.step()
         run.model.save_pretrained(str(tmp_path / f"{number}"), selected_adapters=["other"])
         teacher.save_pretrained(str(tmp_path / f"teacher-{number}"))
-    assert warnings(caplog) == []
+    assert log.lines() == []
 
 
 @pytest.mark.slow
-def test_a_save_to_a_store(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_to_a_store(bucket: str, log: Log) -> None:
     """It is checked on this machine, before the upload: nothing is read from the store."""
     run = Run(accelerator=Accelerator)
     run.accelerator.register_save_state_pre_hook(hook_of(run.model))
     for number in range(2):
         run.step()
         run.accelerator.save_state(f"{bucket}/c{number}")
-    (message,) = warnings(caplog)
+    (message,) = log.lines()
     assert message.startswith(f"{bucket}/c0 (step 1): {NAME}: ")
     assert f"ckptfix repair {bucket}/c0" in message
 
@@ -679,15 +638,8 @@ assert run_ranks(2, work, patience=300.0) == [0, 0]
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 def test_an_adapter_that_zero_3_did_not_gather(tmp_path: Path) -> None:
     """The Trainer's own saves gather it, save_pretrained of the script does not."""
-    done = subprocess.run(
-        [sys.executable, "-c", ZERO, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=deepspeed_variables(),
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
+    run_python("-c", ZERO, str(tmp_path), variables=deepspeed_variables())
+    first, second = logs(tmp_path)
     assert first.startswith(
         f"{tmp_path / 'adapter'} (step 8): {NAME}: empty tensors, like those that ZeRO-3 leaves "
         "on each rank, for 2 of 2 keys"
@@ -710,25 +662,28 @@ model.save_pretrained(sys.argv[1], state_dict={})
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "lines"),
-    [(["-m", "ckptfix", "run"], 1), (["-m", "ckptfix", "run", "--no-check-saves"], 0), ([], 0)],
+    [(["-m", "ckptfix", "run"], 1), (["-m", "ckptfix", "run", "--no-check-saves"], 0)],
 )
 def test_a_script(tmp_path: Path, command: list[str], lines: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path / "adapter")],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": root,
-            "HF_HUB_OFFLINE": "1",
-            "ACCELERATE_USE_CPU": "true",
-        },
-        timeout=300,
-    )
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("incomplete-adapter") == lines, done.stderr
+
+
+def logged(folder: Path, rank: int) -> None:
+    """Log into a file, on a rank that may take its time."""
+    logging.getLogger("ckptfix").addHandler(logging.FileHandler(folder / f"log-{rank}"))
+    checked_saves._SECONDS = checked_saves._FIRST_SECONDS = 60.0
+
+
+def logs(folder: Path) -> list[str]:
+    return [(folder / f"log-{rank}").read_text() for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -746,8 +701,7 @@ def test_two_processes(tmp_path: Path, way: str, has_own_disk: bool) -> None:
             os.environ["LOCAL_RANK"] = "0"
             if rank and not own_disk(disk):
                 (tmp_path / "not allowed").touch()
-        logging.getLogger("ckptfix").addHandler(logging.FileHandler(tmp_path / f"log-{rank}"))
-        checked_saves._SECONDS = checked_saves._FIRST_SECONDS = 60.0
+        logged(tmp_path, rank)
         patch_accelerate(save_together=True)
         model = adapted()
         accelerator = accelerate.Accelerator(cpu=True)
@@ -765,7 +719,7 @@ def test_two_processes(tmp_path: Path, way: str, has_own_disk: bool) -> None:
     assert run_ranks(2, work, patience=300.0) == [0, 0]
     if (tmp_path / "not allowed").exists():
         pytest.skip("no mount namespace for this user")
-    lines = [(tmp_path / f"log-{rank}").read_text().count("ckptfix explain") for rank in range(2)]
+    lines = [text.count("ckptfix explain") for text in logs(tmp_path)]
     assert lines == [1, int(has_own_disk)]
 
 
@@ -775,22 +729,24 @@ def test_the_check_of_one_process_waits_for_no_other(tmp_path: Path, kind: str) 
     """FSDP2 shards the moments, too: an operation on one of them would wait for all processes."""
 
     def work(rank: int) -> None:
-        logging.getLogger("ckptfix").addHandler(logging.FileHandler(tmp_path / f"log-{rank}"))
-        checked_saves._SECONDS = checked_saves._FIRST_SECONDS = 60.0
+        logged(tmp_path, rank)
         accelerator = Accelerator(cpu=True)
         turn_on_fsdp(accelerator, fsdp_version=2, state_dict_type=f"{kind}_STATE_DICT")
         raw = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.Linear(4, 2))
         model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=0.1))
         old = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
-        for number in range(3):
+
+        def step() -> None:
             model(torch.ones(1, 10)).sum().backward()
             optimizer.step()
+
+        for number in range(3):
+            step()
             optimizer.zero_grad()
             accelerator.save_state(str(tmp_path / f"c{number}"))
         assert (tmp_path / f"log-{rank}").read_text() == ""
         for number in range(2):
-            model(torch.ones(1, 10)).sum().backward()
-            optimizer.step()
+            step()
             if rank == 0:
                 folder = tmp_path / f"old-{number}"
                 folder.mkdir()
@@ -799,9 +755,8 @@ def test_the_check_of_one_process_waits_for_no_other(tmp_path: Path, kind: str) 
         accelerator.wait_for_everyone()
 
     assert run_ranks(2, work, patience=60.0) == [0, 0]
-    first, second = ((tmp_path / f"log-{rank}").read_text() for rank in range(2))
-    assert first.startswith(
-        f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights as in old-0 "
-    ), first
+    first, second = logs(tmp_path)
+    begins = f"{tmp_path / 'old-1'} (step 5): model.safetensors: weights as in old-0 "
+    assert first.startswith(begins), first
     assert first.count("\n") == 1
     assert second == ""

@@ -32,7 +32,7 @@ from ckptfix.training.resuming.guarded_load import latest_checkpoint
 from ckptfix.training.saving import joint_saves, save_state
 from tests.repairs.builders import TRAINER_RANDOM_STATES
 from tests.sampling import is_sampled
-from tests.training.killing import Steps
+from tests.training.killing import Steps, arm
 from tests.training.ranks import run_ranks
 
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -81,24 +81,43 @@ def weight_in(checkpoint: Path) -> float:
     return float(next(iter(load_file(checkpoint / "model.safetensors").values())).flatten()[0])
 
 
+def save_values(accelerator: Any, model: torch.nn.Module, *values: float) -> Any:
+    """Save once with each value; return the last checkpoint."""
+    for value in values:
+        set_weight(model, value)
+        saved = accelerator.save_state()
+    return saved
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def without_numbers(folder: Path) -> Accelerator:
+    """Return a run that names its checkpoints itself."""
+    accelerator, _ = run(folder)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    return accelerator
+
+
+def full(*_: object, **__: object) -> None:
+    """Stand in for a function that writes."""
+    raise OSError(28, "No space left on device")
+
+
 def test_a_save_has_a_manifest_and_stock_accelerate_loads_it(tmp_path: Path) -> None:
     accelerator, model = run(tmp_path)
-    set_weight(model, 3.0)
-    saved = accelerator.save_state()
+    saved = save_values(accelerator, model, 3.0)
     assert saved == tmp_path / "checkpoints" / "checkpoint_0"
     manifest = read_manifest(saved)
     assert manifest is not None
     assert [entry.type for entry in manifest.models] == ["torch.nn.modules.linear.Linear"]
     assert [entry.type for entry in manifest.optimizers] == ["torch.optim.adamw.AdamW"]
-    assert set(manifest.files) == {
-        "model.safetensors",
-        "optimizer.bin",
-        "random_states_0.pkl",
-        "run_state_0.pt",
-    }
+    files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "run_state_0.pt"]
+    assert sorted(manifest.files) == files
     assert incomplete(saved) is None
     assert check(saved).findings == ()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert names(tmp_path) == ["checkpoints"]
     set_weight(model, 0.0)
     accelerate.Accelerator.load_state(accelerator, str(saved))
     assert weight_of(model) == 3.0
@@ -122,25 +141,18 @@ def test_numbers_go_on_after_a_resume(tmp_path: Path) -> None:
     """Stock accelerate starts at 0 again, and a later load_state() takes an older one for the
     newest.
     """
-    accelerator, model = run(tmp_path)
-    for value in (1.0, 2.0):
-        set_weight(model, value)
-        accelerator.save_state()
+    save_values(*run(tmp_path), 1.0, 2.0)
     again, model = run(tmp_path)
     again.load_state()
     assert weight_of(model) == 2.0
-    set_weight(model, 3.0)
-    assert again.save_state().name == "checkpoint_2"
+    assert save_values(again, model, 3.0).name == "checkpoint_2"
     third, _ = run(tmp_path)  # without a load
     assert third.save_state().name == "checkpoint_3"
 
 
 def test_total_limit_counts_whole_ones(tmp_path: Path) -> None:
-    accelerator, _ = run(tmp_path, total_limit=2)
-    for _ in range(4):
-        accelerator.save_state()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["checkpoint_2", "checkpoint_3"]
+    save_values(*run(tmp_path, total_limit=2), 1.0, 2.0, 3.0, 4.0)
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
 
 
 def test_a_failed_save_leaves_nothing_and_rotates_nothing(
@@ -148,35 +160,20 @@ def test_a_failed_save_leaves_nothing_and_rotates_nothing(
 ) -> None:
     accelerator, _ = run(tmp_path, total_limit=1)
     accelerator.save_state()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
         patch.setattr("accelerate.checkpointing.torch.save", full)
         with pytest.raises(OSError, match="No space left"):
             accelerator.save_state()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    assert names(tmp_path) == ["checkpoints"]
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
     assert accelerator.project_configuration.automatic_checkpoint_naming
     assert accelerator.save_state().name == "checkpoint_1"
 
 
-def test_a_folder_that_is_saved_again_keeps_what_is_not_of_the_save(tmp_path: Path) -> None:
-    accelerator, model = run(tmp_path)
-    accelerator.project_configuration.automatic_checkpoint_naming = False
-    for value in (1.0, 2.0, 3.0):
-        set_weight(model, value)
-        accelerator.save_state(tmp_path / "latest")
-        assert weight_in(tmp_path / "latest") == value
-        (tmp_path / "latest" / "notes.txt").write_text("mine")
-    assert (tmp_path / "latest" / "notes.txt").read_text() == "mine"
-    assert incomplete(tmp_path / "latest") is None
-
-
-def test_a_sub_folder_of_a_hook_keeps_what_the_user_puts_there(tmp_path: Path) -> None:
+def test_a_folder_that_is_saved_again_keeps_what_the_user_puts_there(tmp_path: Path) -> None:
+    """In the folder, and in that of a hook."""
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(2, 2))
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
 
     def hook(models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         Path(output_dir, "unet").mkdir()
@@ -186,28 +183,26 @@ def test_a_sub_folder_of_a_hook_keeps_what_the_user_puts_there(tmp_path: Path) -
         secret.chmod(0o600)
 
     accelerator.register_save_state_pre_hook(hook)
-    for _ in range(3):
+    for value in (1.0, 2.0, 3.0):
+        set_weight(model, value)
         saved = accelerator.save_state(tmp_path / "c")
+        assert weight_in(saved) == value
+        (saved / "notes.txt").write_text("mine")
         (saved / "unet" / "notes.txt").write_text("mine")
         (saved / "empty").mkdir(exist_ok=True)
-    assert (saved / "unet" / "notes.txt").read_text() == "mine"
+    assert (saved / "notes.txt").read_text() == (saved / "unet" / "notes.txt").read_text() == "mine"
     assert (saved / "empty").is_dir()
     assert (saved / "secret").stat().st_mode & 0o777 == 0o600
-    modes = {
-        path.stat().st_mode & 0o777
-        for path in saved.iterdir()
-        if path.suffix in (".safetensors", ".pkl")
-    }
-    assert len(modes) == 1
+    written = [path for path in saved.iterdir() if path.suffix in (".safetensors", ".pkl")]
+    assert len({path.stat().st_mode & 0o777 for path in written}) == 1
     assert incomplete(saved) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert names(tmp_path) == ["c"]
 
 
 def test_an_error_half_way_through_a_replacement_keeps_what_is_not_yet_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator, _ = run(tmp_path)
-    accelerator.project_configuration.automatic_checkpoint_naming = False
+    accelerator = without_numbers(tmp_path)
     target = tmp_path / "c"
     accelerator.save_state(target)
     (target / "notes.txt").write_text("mine")  # so files are replaced one by one
@@ -223,15 +218,12 @@ def test_an_error_half_way_through_a_replacement_keeps_what_is_not_yet_in_place(
         with pytest.raises(OSError, match=r"now contains files of two saves: .*next: save again"):
             accelerator.save_state(target)
     assert incomplete(target) is not None
-    kept = [path.name for path in next(tmp_path.glob(".ckptfix-saving*")).iterdir()]
-    assert {*kept, *(path.name for path in target.iterdir())} >= {
-        "model.safetensors",
-        "optimizer.bin",
-    }
+    kept = names(next(tmp_path.glob(".ckptfix-saving*")))
     assert kept
+    assert {*kept, *names(target)} >= {"model.safetensors", "optimizer.bin"}
     accelerator.save_state(target)
     assert incomplete(target) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert names(tmp_path) == ["c"]
 
 
 def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
@@ -313,21 +305,19 @@ def test_a_save_of_the_main_process_alone_ends_with_an_error(
         model = accelerator.prepare(torch.nn.Linear(2, 2))
         for _ in range(2):
             if rank == 0:
-                with pytest.raises(OperationError) as caught:
+                with pytest.raises(
+                    OperationError, match=r"0\.5 s for 1 process \(rank 1\)"
+                ) as caught:
                     accelerator.save_state(tmp_path / "alone")
-                for part in (
-                    "0.5 s for 1 process (rank 1)",
-                    "save_together=False",
-                    "nothing was written",
-                ):
-                    assert part in str(caught.value)
+                assert "save_together=False" in str(caught.value)
+                assert "nothing was written" in str(caught.value)
             accelerator.backward(model(torch.ones(1, 2)).sum())
         wait_long(accelerator)
         assert accelerator.save_state(tmp_path / "all") == tmp_path / "all", "later all meet again"
         accelerator.save_state(tmp_path / "all")
 
     assert run_ranks(2, work) == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+    assert names(tmp_path) == ["all"]
     assert incomplete(tmp_path / "all") is None
 
 
@@ -377,6 +367,7 @@ def test_processes_wait_for_each_other_no_more_than_they_must(
     """They have written, and the checkpoint is in its place; of two nodes, each has its folder and
     its checkpoint.
     """
+    waits = ("all_reduce", "all_gather_object", "barrier", "broadcast", "broadcast_object_list")
 
     def work(rank: int) -> None:
         if nodes == 2:
@@ -392,13 +383,7 @@ def test_processes_wait_for_each_other_no_more_than_they_must(
 
             return call
 
-        for name in (
-            "all_reduce",
-            "all_gather_object",
-            "barrier",
-            "broadcast",
-            "broadcast_object_list",
-        ):
+        for name in waits:
             setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
         accelerator.save_state(tmp_path / "c")
         assert calls == {"broadcast_object_list": 1, "all_reduce": expected}, "one: the plan"
@@ -412,9 +397,8 @@ def test_a_timeout_that_is_none_is_refused_at_once(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", value)
-    with pytest.raises(
-        UsageError, match=f"CKPTFIX_SAVE_TIMEOUT={value}: expected a number of seconds above 0"
-    ):
+    said = f"CKPTFIX_SAVE_TIMEOUT={value}: expected a number of seconds above 0"
+    with pytest.raises(UsageError, match=said):
         Accelerator(cpu=True)
     monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", "inf")
     Accelerator(cpu=True)
@@ -487,10 +471,8 @@ class Tied(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.module, self.other = (
-            torch.nn.Linear(2, 2, bias=False),
-            torch.nn.Linear(2, 2, bias=False),
-        )
+        self.module = torch.nn.Linear(2, 2, bias=False)
+        self.other = torch.nn.Linear(2, 2, bias=False)
         self.other.weight = self.module.weight
 
 
@@ -509,17 +491,12 @@ def test_a_healthy_folder_is_loaded_without_a_word_of_duplicates(
     recwarn.clear()
     accelerator.load_state(str(tmp_path / "out"))
     assert torch.equal(model.module.weight, saved)
-    assert not [
-        str(one.message) for one in recwarn if "Loaded by content instead" in str(one.message)
-    ]
+    assert not any("Loaded by content instead" in str(one.message) for one in recwarn)
 
 
 def test_the_newest_whole_one_is_loaded_and_the_skipped_are_named(tmp_path: Path) -> None:
     accelerator, model = run(tmp_path)
-    for value in (1.0, 2.0):
-        set_weight(model, value)
-        accelerator.save_state()
-    newest = tmp_path / "checkpoints" / "checkpoint_1"
+    newest = save_values(accelerator, model, 1.0, 2.0)
     (newest / "optimizer.bin").unlink()
     with pytest.warns(UserWarning, match=r"passed over checkpoint_1: optimizer.bin is missing"):
         assert latest_checkpoint(tmp_path).name == "checkpoint_0"
@@ -578,15 +555,13 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
         accelerator, _ = run(tmp_path)
         accelerator.save_state()
         if rank == 1:
-            torch.save = lambda *_, **__: (_ for _ in ()).throw(
-                OSError(28, "No space left on device")
-            )
+            torch.save = full
         with pytest.raises(OSError, match="No space left"):
             accelerator.save_state()
 
     assert run_ranks(2, work) == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    assert names(tmp_path) == ["checkpoints"]
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
 
 
 @FORKS
@@ -661,28 +636,24 @@ _PARTS: list[tuple[Any, str, int]] = [
 def test_whatever_part_of_a_save_fails_on_one_rank_fails_on_all_and_the_next_save_is_complete(
     tmp_path: Path,
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     def work(rank: int) -> None:
         os.environ["LOCAL_RANK"] = "0"  # each is the first process of its node
         accelerator, model = run(tmp_path, total_limit=1)
         for number, (module, part, victim) in enumerate(_PARTS):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == victim:
-                    patch.setattr(module, part, fail)
+                    patch.setattr(module, part, full)
                 with pytest.raises(OSError, match="No space left"):
                     accelerator.save_state()
-            set_weight(model, float(number))
-            saved = accelerator.save_state()
+            saved = save_values(accelerator, model, float(number))
             assert incomplete(saved) is None, part
             set_weight(model, -1.0)
             accelerator.load_state(str(saved))
             assert weight_of(model) == number, part
 
     assert run_ranks(2, work) == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert names(tmp_path) == ["checkpoints"]
+    assert len(names(tmp_path / "checkpoints")) == 1
 
 
 @FORKS
@@ -728,8 +699,7 @@ def test_no_rank_goes_on_while_another_commits_or_removes_old_checkpoints(tmp_pa
 def test_nodes_with_a_shared_disk_save_once_whatever_is_left_over(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         os.environ["LOCAL_RANK"] = "0"
-        accelerator, model = run(tmp_path)
-        accelerator.project_configuration.automatic_checkpoint_naming = False
+        accelerator, model = run(None)
         for value in (1.0, 2.0):
             set_weight(model, value)
             saved = accelerator.save_state(tmp_path / "c")
@@ -750,15 +720,10 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
 
         def work(rank: int, project: Path = project, kill_at: int = kill_at) -> None:
             accelerator, model = run(project, total_limit=1)
-            set_weight(model, 1.0)
-            accelerator.save_state()
-            set_weight(model, 2.0)
+            save_values(accelerator, model, 1.0)
             if rank == victim:
-                steps = Steps(str(project), kill_at)
-                for module, name in ((torch, "save"), (accelerate.utils.other, "safe_save_file")):
-                    setattr(module, name, steps.around(getattr(module, name)))
-                steps.armed = True
-            accelerator.save_state()
+                arm(Steps(str(project), kill_at))
+            save_values(accelerator, model, 2.0)
 
         # The other one waits in vain.
         statuses = run_ranks(2, work, notice=0.5)
@@ -767,10 +732,8 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
         best = newest_complete(found)
         assert best is not None
         assert weight_in(on_disk(best.path)) == best.number + 1.0
-        assert all(candidate.problem is None for candidate in found), (
-            "half a checkpoint has a number"
-        )
-        assert {path.name for path in folder.iterdir()} <= {"checkpoint_0", "checkpoint_1"}
+        assert all(one.problem is None for one in found), "half a checkpoint has a number"
+        assert set(names(folder)) <= {"checkpoint_0", "checkpoint_1"}
         if statuses == [0, 0]:
             assert kill_at > 2
             return
@@ -785,21 +748,19 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
 
         if kill_at % 5 == 0:
             assert run_ranks(2, resume) == [0, 0]
-            assert [path.name for path in project.iterdir()] == ["checkpoints"]
-            assert len(list(folder.iterdir())) == 1
+            assert names(project) == ["checkpoints"]
+            assert len(names(folder)) == 1
 
 
 def test_what_is_there_is_said_where_no_name_counts(tmp_path: Path) -> None:
     (tmp_path / "run-4").mkdir()
-    with pytest.raises(
-        UsageError, match=r"expected folders named checkpoint_<number>, .*found run-4"
-    ):
+    said = "expected folders named checkpoint_<number>, .*found run-4"
+    with pytest.raises(UsageError, match=said):
         latest_checkpoint(tmp_path)
 
 
 def test_checkpoints_of_every_kind_of_name_are_found(tmp_path: Path) -> None:
-    accelerator, _ = run(tmp_path)
-    accelerator.project_configuration.automatic_checkpoint_naming = False
+    accelerator = without_numbers(tmp_path)
     for name in ("step_9", "step_10", "mine-3-x", "mine-12-x"):
         accelerator.save_state(tmp_path / name)
     (tmp_path / "step_11").mkdir()
@@ -814,8 +775,7 @@ def test_checkpoints_of_every_kind_of_name_are_found(tmp_path: Path) -> None:
 
 
 def test_numbers_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
-    accelerator, _ = run(tmp_path)
-    accelerator.project_configuration.automatic_checkpoint_naming = False
+    accelerator = without_numbers(tmp_path)
     for age, name in ((50, "step_100"), (0, "epoch_1"), (90, "epoch_0")):
         accelerator.save_state(tmp_path / name)
         os.utime(tmp_path / name / "random_states_0.pkl", (1e9 - age,) * 2)
@@ -823,10 +783,8 @@ def test_numbers_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / "epoch_1"
     assert latest_checkpoint(tmp_path, pattern="step_{}") == tmp_path / "step_100"
     os.utime(tmp_path / "step_100" / "random_states_0.pkl", (1e9,) * 2)
-    with pytest.raises(
-        UsageError,
-        match=r"step_100, epoch_1 follow different naming patterns, .* next: latest_checkpoint",
-    ):
+    said = r"step_100, epoch_1 follow different naming patterns, .* next: latest_checkpoint"
+    with pytest.raises(UsageError, match=said):
         latest_checkpoint(tmp_path)
 
 
@@ -874,18 +832,8 @@ def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(
 @pytest.mark.parametrize(
     ("config", "content", "model", "weights"),
     [
-        (
-            "config.json",
-            {"_class_name": "UNet2DModel"},
-            "UNet2DModel",
-            "diffusion_pytorch_model.safetensors",
-        ),
-        (
-            "adapter_config.json",
-            {"peft_type": "LORA"},
-            "a PEFT adapter (LORA)",
-            "adapter_model.safetensors",
-        ),
+        ("config.json", {"_class_name": "UNet2DModel"}, "UNet2DModel", "diffusion_pytorch_model"),
+        ("adapter_config.json", {"peft_type": "LORA"}, "a PEFT adapter (LORA)", "adapter_model"),
     ],
 )
 def test_a_model_of_a_hook_without_its_weights_is_passed_over(
@@ -895,25 +843,21 @@ def test_a_model_of_a_hook_without_its_weights_is_passed_over(
     ``missing-model``.
     """
     accelerator, _ = run(tmp_path)
-    for number in range(3):
+    folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(3)]
+    for folder in folders:
         accelerate.Accelerator.save_state(accelerator)
-        folder = tmp_path / "checkpoints" / f"checkpoint_{number}"
         for below in ("unet", "unet_ema"):
             (folder / below).mkdir()
             (folder / below / config).write_text(json.dumps(content))
-            shutil.copyfile(folder / "model.safetensors", folder / below / weights)
+            shutil.copyfile(folder / "model.safetensors", folder / below / f"{weights}.safetensors")
         (folder / "model.safetensors").unlink()
-    assert latest_checkpoint(tmp_path).name == "checkpoint_2"
-    (tmp_path / "checkpoints/checkpoint_2/unet" / weights).unlink()
-    for below in ("unet", "unet_ema"):
-        (tmp_path / "checkpoints/checkpoint_1" / below / weights).unlink()
+    assert latest_checkpoint(tmp_path) == folders[2]
+    for path in (folders[2] / "unet", folders[1] / "unet", folders[1] / "unet_ema"):
+        (path / f"{weights}.safetensors").unlink()
     with pytest.warns(UserWarning, match="chose checkpoint_0 and passed over") as seen:
-        assert latest_checkpoint(tmp_path).name == "checkpoint_0"
-    assert f"checkpoint_2: unet/ has no weights, but its {config} is for {model}" in str(
-        seen[0].message
-    )
-    assert "checkpoint_1: no model weights" in str(seen[0].message)
-    for number in (1, 2):
-        assert "missing-model" in {
-            one.code for one in check(tmp_path / f"checkpoints/checkpoint_{number}").findings
-        }
+        assert latest_checkpoint(tmp_path) == folders[0]
+    said = str(seen[0].message)
+    assert f"checkpoint_2: unet/ has no weights, but its {config} is for {model}" in said
+    assert "checkpoint_1: no model weights" in said
+    for folder in folders[1:]:
+        assert "missing-model" in {one.code for one in check(folder).findings}

@@ -15,14 +15,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
-from safetensors.torch import load_file
 
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
 from tests.sampling import is_sampled
-from tests.training.killing import Steps
+from tests.training.killing import Steps, arm
 from tests.training.ranks import run_ranks
+from tests.training.test_saving import names, set_weight, weight_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -51,10 +51,6 @@ def train(accelerator: Any, model: Any) -> None:
 
 def states(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("random_states_*"))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_main_process_alone_saves_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -231,10 +227,6 @@ def test_a_subclass_for_scripts_that_save_on_the_main_process(tmp_path: Path) ->
     assert incomplete(tmp_path / "c") is None
 
 
-def weight_in(checkpoint: Path) -> float:
-    return float(next(iter(load_file(checkpoint / "model.safetensors").values())).flatten()[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_killed_at_any_step_leaves_the_old_or_the_new(
@@ -246,19 +238,11 @@ def test_a_process_killed_at_any_step_leaves_the_old_or_the_new(
         def work(rank: int, folder: Path = folder, kill_at: int = kill_at) -> None:
             accelerator, model = run()
             for value in (1.0, 2.0):
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.fill_(value)
+                set_weight(model, value)
                 if value == 2.0:
                     accelerator.wait_for_everyone()
                     if rank == victim:
-                        steps = Steps(str(tmp_path), kill_at)
-                        for module, name in (
-                            (torch, "save"),
-                            (accelerate.utils.other, "safe_save_file"),
-                        ):
-                            setattr(module, name, steps.around(getattr(module, name)))
-                        steps.armed = True
+                        arm(Steps(str(tmp_path), kill_at))
                 accelerator.save_state(folder / "last")
 
         # The other one waits in vain.

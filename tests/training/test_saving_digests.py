@@ -3,6 +3,7 @@
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
 from ckptfix.checkpoint.latest import incomplete
-from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_report import Requirement
 from ckptfix.training.saving.save_state import _rank_of, _Save
@@ -35,7 +36,7 @@ class Tied(torch.nn.Module):  # type: ignore[misc]
         self.register_buffer("seen", torch.tensor(3))
 
 
-def save(folder: Path, *, safetensors: bool) -> Accelerator:
+def save(folder: Path, *, safetensors: bool = True) -> Accelerator:
     accelerator = Accelerator(cpu=True, tensor_digests=True)
     model = Tied()
     prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -44,31 +45,33 @@ def save(folder: Path, *, safetensors: bool) -> Accelerator:
     return accelerator
 
 
+def manifest_in(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest
+
+
+def matches(report: Any, kind: Kind) -> int:
+    """Return the number of matches, of which all are."""
+    counts = report.count(kind)
+    assert (counts[Outcome.DIFFER], counts[Outcome.NOT_CHECKED]) == (0, 0)
+    return int(counts[Outcome.MATCH])
+
+
 @pytest.mark.parametrize("safetensors", [True, False])
 def test_a_save_with_digests_verifies(tmp_path: Path, safetensors: bool) -> None:
     folder = tmp_path / "c"
     save(folder, safetensors=safetensors)
     report = verify(folder, data=True)
     assert report.status == 0
-    tensors = report.count(Kind.TENSOR)
-    assert tensors == {Outcome.MATCH: 5, Outcome.DIFFER: 0, Outcome.NOT_CHECKED: 0}
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    assert report.count(Kind.FILE) == {
-        Outcome.MATCH: len(manifest.files),
-        Outcome.DIFFER: 0,
-        Outcome.NOT_CHECKED: 0,
-    }
+    manifest = manifest_in(folder)
+    assert matches(report, Kind.TENSOR) == 5
+    assert matches(report, Kind.FILE) == len(manifest.files)
     assert report.is_verified
-    keys = manifest.models[0].keys
     assert seal(folder).status == 0
-    sealed = read_manifest(folder)
-    assert sealed is not None
-    assert sealed == replace(manifest, digests_of_save=False), "it was born sealed"
-    assert sealed.models[0].keys == keys, "a tolerant load believes the entry by its keys"
-    assert sealed.models[0].aliases == manifest.models[0].aliases
-    assert sealed.optimizers == manifest.optimizers
-    assert verify(folder).count(Kind.FILE)[Outcome.MATCH] == len(manifest.files)
+    # A tolerant load believes an entry by its keys and aliases.
+    assert manifest_in(folder) == replace(manifest, digests_of_save=False), "it was born sealed"
+    assert matches(verify(folder), Kind.FILE) == len(manifest.files)
     assert incomplete(folder) is None
     assert repair(folder).steps == ()
     piece = place(folder, "first.bias")
@@ -80,7 +83,7 @@ def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "c"
-    save(folder, safetensors=True)
+    save(folder)
     (folder / "random_states_1.pkl").write_bytes((folder / "random_states_0.pkl").read_bytes())
     (folder / "notes.txt").write_text("mine")
     assert verify(folder).status == 0
@@ -135,12 +138,8 @@ def counts(folder: Path) -> tuple[set[str], set[str], int]:
 @pytest.mark.slow
 def test_a_save_of_two_processes_is_born_sealed(of_two: Path) -> None:
     matching, others, tensors = counts(of_two / "together")
-    assert {
-        "random_states_0.pkl",
-        "random_states_1.pkl",
-        "run_state_1.pt",
-        "model.safetensors",
-    } <= matching
+    files = "random_states_0.pkl", "random_states_1.pkl", "run_state_1.pt", "model.safetensors"
+    assert set(files) <= matching
     assert (others, tensors) == (set(), 4)
     assert not [path.name for path in of_two.rglob(".ckptfix-digests-*")]
 
@@ -150,12 +149,8 @@ def test_a_process_that_saves_for_itself_leaves_the_digests_of_what_no_other_wri
     of_two: Path,
 ) -> None:
     matching, others, tensors = counts(of_two / "alone")
-    assert matching == {
-        "model.safetensors",
-        "optimizer.bin",
-        "random_states_0.pkl",
-        "run_state_0.pt",
-    }
+    own = {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "run_state_0.pt"}
+    assert matching == own
     assert others == {"of_all.json", "random_states_1.pkl", "run_state_1.pt"}
     assert tensors == 4
 
@@ -163,15 +158,12 @@ def test_a_process_that_saves_for_itself_leaves_the_digests_of_what_no_other_wri
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-full"])
 def test_a_save_of_fsdp_is_born_sealed_too(of_two: Path, name: str) -> None:
-    manifest = read_manifest(of_two / name)
-    assert manifest is not None
+    manifest = manifest_in(of_two / name)
     matching, others, tensors = counts(of_two / name)
     if name == "fsdp":
         assert {"pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/__0_0.distcp"} <= matching
     assert (others, tensors) == (set(), 4)
-    sealed = read_manifest(of_two / name)
-    assert sealed is not None
-    assert sealed == replace(manifest, digests_of_save=False)
+    assert manifest_in(of_two / name) == replace(manifest, digests_of_save=False)
     (piece,) = list(of_two.glob(f"{name}/pytorch_model_fsdp*/__0_0.distcp")) or [
         of_two / name / "pytorch_model_fsdp.bin"
     ]
@@ -197,9 +189,7 @@ def test_processes_share_the_tensors_that_deepspeed_cuts(tmp_path: Path) -> None
     for digests in ranks:
         digests.close()
     assert seal(folder).status == 0
-    sealed = read_manifest(folder)
-    assert sealed is not None
-    assert (entry,) == sealed.models
+    assert (entry,) == manifest_in(folder).models
 
 
 @pytest.mark.parametrize(
@@ -251,27 +241,23 @@ def test_long_files_of_a_save_have_digests_of_their_ranges(
 ) -> None:
     for module in ("saved_digests", "save_manifest"):
         monkeypatch.setattr(f"ckptfix.training.saving.{module}.RANGE", 600)
-    save(tmp_path / "c", safetensors=True)
-    manifest = read_manifest(tmp_path / "c")
-    assert manifest is not None
+    save(tmp_path / "c")
+    manifest = manifest_in(tmp_path / "c")
     assert "optimizer.bin" in manifest.ranges.keys() - manifest.sha256.keys()
     assert manifest.range_size == 600
-    report = verify(tmp_path / "c")
-    assert report.status == 0
-    assert report.count(Kind.FILE)[Outcome.MATCH] == len(manifest.files)
+    assert matches(verify(tmp_path / "c"), Kind.FILE) == len(manifest.files)
     flip(tmp_path / "c" / "optimizer.bin", 1300)
     assert "range 2 of" in str(verify(tmp_path / "c"))
 
 
 def test_a_save_into_a_sealed_folder_keeps_what_is_the_users(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    accelerator = save(folder, safetensors=True)
+    accelerator = save(folder)
     (folder / "notes.txt").write_text("mine")
     seal(folder)
     accelerator.save_state(str(folder))
     assert (folder / "notes.txt").read_text() == "mine"
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = manifest_in(folder)
     assert manifest.sha256.keys() == manifest.files.keys()
     assert verify(folder).status == 0
     other = tmp_path / "checkpoints" / "checkpoint_0"
@@ -283,7 +269,7 @@ def test_a_save_into_a_sealed_folder_keeps_what_is_the_users(tmp_path: Path) -> 
 
 def test_a_loaded_step_is_never_that_of_a_manifest_that_no_save_wrote(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    accelerator = save(folder, safetensors=True)
+    accelerator = save(folder)
     (folder / ".ckptfix" / "manifest.json").unlink()
     (folder / "random_states_0.pkl").unlink()
     seal(folder)

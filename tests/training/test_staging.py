@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,14 +47,8 @@ NEW = {
     "random_states_1.pkl": b"new!",
 }
 
-FIXTURE = (
-    Path(__file__).parents[2]
-    / "fixtures"
-    / "accelerate-1.15.0"
-    / "clean-single-process"
-    / "checkpoint"
-)
-WHOLE = {path.name: path.read_bytes() for path in FIXTURE.iterdir()}
+CLEAN = Path(__file__).parents[2] / "fixtures/accelerate-1.15.0/clean-single-process/checkpoint"
+WHOLE = {path.name: path.read_bytes() for path in CLEAN.iterdir()}
 
 
 def manifest(files: dict[str, bytes]) -> bytes:
@@ -88,6 +84,27 @@ def prepare(root: Path, how: How) -> Path:
     return target
 
 
+def killed_at(root: Path, kill_at: int, work: Callable[[], object]) -> int:
+    """Kill a process that does ``work`` at one of its steps below ``root``; return its status."""
+
+    def armed() -> None:
+        steps = Steps(str(root), kill_at)
+        steps.armed = True
+        work()
+
+    status = in_child(armed)
+    assert status in (0, signal.SIGKILL)
+    return status
+
+
+@pytest.fixture
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
 @pytest.mark.parametrize("how", [How.NEW, How.SWAP, How.INSIDE])
 def test_a_save_replaces_the_old_one_and_leaves_nothing_behind(tmp_path: Path, how: How) -> None:
     target = prepare(tmp_path, how)
@@ -104,6 +121,10 @@ def test_nothing_is_staged_where_accelerate_counts_names(tmp_path: Path) -> None
     target = tmp_path / "project" / "checkpoints" / "checkpoint_7"
     assert plan_staging(target).folder.parent == tmp_path / "project"
     assert plan_staging(tmp_path / "checkpoints" / "checkpoints" / "a").folder.parent == tmp_path
+    (tmp_path / "big").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "checkpoints").symlink_to("../big")
+    assert plan_staging(target).folder.parent == tmp_path / "project"
 
 
 def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
@@ -139,20 +160,13 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [How.NEW, How.SWAP, How.INSIDE])
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@FORKS
 def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how: How) -> None:
     for kill_at in filter(is_sampled, range(1000)):
         root = tmp_path / str(kill_at)
         target = prepare(root, how)
         before = contents(target) if target.exists() else None
-
-        def work(root: Path = root, target: Path = target, kill_at: int = kill_at) -> None:
-            steps = Steps(str(root), kill_at)
-            steps.armed = True
-            save(target, NEW)
-
-        status = in_child(work)
-        assert status in (0, signal.SIGKILL)
+        status = killed_at(root, kill_at, partial(save, target, NEW))
         found = newest_complete(candidates(target.parent))
         now = contents(target) if target.exists() else None
         expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
@@ -161,9 +175,8 @@ def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how:
             assert how is How.INSIDE or now is None
         else:
             assert now in (before, expected)
-        assert all(path.name == "checkpoint_0" for path in target.parent.iterdir()), (
-            "a name Accelerate trips over"
-        )
+        # Accelerate trips over any other name.
+        assert all(path.name == "checkpoint_0" for path in target.parent.iterdir())
         if how is How.INSIDE:
             assert (target / "notes.txt").read_text() == "mine"
         save(target, NEW)
@@ -190,19 +203,13 @@ def test_rotation_keeps_whole_ones_and_never_the_last_goes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@FORKS
 def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     for kill_at in filter(is_sampled, range(1000)):
         folder = tmp_path / str(kill_at) / "checkpoints"
         for number in range(3):
             save(folder / f"checkpoint_{number}", NEW)
-
-        def work(folder: Path = folder, kill_at: int = kill_at) -> None:
-            steps = Steps(str(folder.parent), kill_at)
-            steps.armed = True
-            rotate(folder, 1)
-
-        status = in_child(work)
+        status = killed_at(folder.parent, kill_at, partial(rotate, folder, 1))
         assert all(incomplete(path) is None for path in folder.iterdir())
         assert (folder / "checkpoint_2").exists()
         save(folder / "checkpoint_3", NEW)
@@ -213,17 +220,17 @@ def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -
             return
 
 
-OLD_SAVE = {
-    **dict.fromkeys(("model.safetensors", "model_1.safetensors", "pytorch_model_2.bin"), b"old"),
-    **dict.fromkeys(
-        ("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin"), b"old"
+OLD_SAVE = dict.fromkeys(
+    (
+        "model.safetensors", "model_1.safetensors", "pytorch_model_2.bin", "optimizer.bin",
+        "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", "sampler.bin", "sampler_1.bin",
+        "dl_state_dict_1.bin", "scaler.pt", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl",
+        *(f"random_states_{rank}.pkl" for rank in range(4)),
+        *(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)),
+        "model.safetensors.index.json",
     ),
-    **dict.fromkeys(("sampler.bin", "sampler_1.bin", "dl_state_dict_1.bin", "scaler.pt"), b"old"),
-    **dict.fromkeys(("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"), b"old"),
-    **{f"random_states_{rank}.pkl": b"old" for rank in range(4)},
-    **{f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)},
-    "model.safetensors.index.json": b"{}",
-}
+    b"old",
+)  # fmt: skip
 """What stock accelerate left, over several runs, of which none is of ours: there is no manifest."""
 
 OLD_FOLDERS = (
@@ -236,16 +243,14 @@ OLD_FOLDERS = (
     "latest",
 )
 
-STRANGERS = {
-    "config.json": b"{}",
-    "adapter_model.safetensors": b"mine",
-    "model.fp16.safetensors": b"mine",
-    "my-00001-of-00001.bin": b"mine",
-    "optimizer.pt": b"mine",
-    "rng_state.pth": b"mine",
-    "model_01.safetensors": b"mine",
-    "model.safetensors.bak": b"mine",
-}
+STRANGERS = dict.fromkeys(
+    (
+        "config.json", "adapter_model.safetensors", "model.fp16.safetensors",
+        "my-00001-of-00001.bin", "optimizer.pt", "rng_state.pth", "model_01.safetensors",
+        "model.safetensors.bak",
+    ),
+    b"mine",
+)  # fmt: skip
 
 
 def write_old(target: Path, strangers: dict[str, bytes]) -> None:
@@ -257,25 +262,18 @@ def write_old(target: Path, strangers: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("strangers", [{}, STRANGERS], ids=["alone", "with strangers"])
-@pytest.mark.parametrize("repaired", [False, True])
 def test_a_save_replaces_all_that_older_runs_left(
-    tmp_path: Path,
-    strangers: dict[str, bytes],
-    can_exchange: bool,
-    repaired: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, strangers: dict[str, bytes], can_exchange: bool, request: pytest.FixtureRequest
 ) -> None:
     """``model_1.safetensors`` of a doubling run stayed, and ``check`` called the folder a mix of
     two saves.
     """
     if not can_exchange:
-        monkeypatch.setattr(
-            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
-        )
+        request.getfixturevalue("no_exchange")
     target = tmp_path / "out"
     write_old(target, strangers)
-    if repaired:
-        (target / ".ckptfix" / "0001.done").mkdir(parents=True)
+    # Of a repair.
+    (target / ".ckptfix" / "0001.done").mkdir(parents=True)
     assert save(target, NEW).how is (How.INSIDE if strangers else How.SWAP)
     assert contents(target) == {**strangers, **NEW}
     assert [path.name for path in target.iterdir() if path.is_dir()] == [".ckptfix"]
@@ -312,36 +310,26 @@ def test_random_states_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["exchange", "no exchange", "strangers"])
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@FORKS
 def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, way: str, request: pytest.FixtureRequest
 ) -> None:
     if way == "no exchange":
-        monkeypatch.setattr(
-            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
-        )
+        request.getfixturevalue("no_exchange")
     strangers = {"notes.txt": b"mine"} if way == "strangers" else {}
-    old = {
-        name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")
-    }
+    old = dict.fromkeys(("model_1.safetensors", "optimizer_1.bin"), b"old") | WHOLE | strangers
+    new = {**NEW, **strangers}
     for kill_at in filter(is_sampled, range(1000)):
         target = tmp_path / str(kill_at) / "out"
-        write(target, {**old, **strangers})
-
-        def work(target: Path = target, kill_at: int = kill_at) -> None:
-            steps = Steps(str(target.parent), kill_at)
-            steps.armed = True
-            save(target, NEW)
-
-        status = in_child(work)
-        assert status in (0, signal.SIGKILL)
+        write(target, old)
+        status = killed_at(target.parent, kill_at, partial(save, target, NEW))
         now = contents(target)
         assert strangers.items() <= now.items()
-        is_one = now in ({**old, **strangers}, {**NEW, **strangers})
+        is_one = now in (old, new)
         assert is_one or incomplete(target) is not None
         assert is_one or way != "exchange"
         save(target, NEW)
-        assert contents(target) == {**NEW, **strangers}
+        assert contents(target) == new
         assert incomplete(target) is None
         assert [path.name for path in target.parent.iterdir()] == ["out"]
         if status == 0:
@@ -396,17 +384,6 @@ def test_a_file_that_appears_while_a_save_is_written_stays(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_without_an_exchange_of_names_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "out", OLD)
-    monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
-    assert save(tmp_path / "out", NEW).how is How.SWAP
-    assert contents(tmp_path / "out") == NEW
-    assert incomplete(tmp_path / "out") is None
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_rotation_leaves_folders_and_links_that_are_not_of_a_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     write(folder / "checkpoint_0", {"my_eval.json": b"{}"})
@@ -430,14 +407,6 @@ def test_the_empty_folder_of_the_process_is_not_replaced(
     assert contents(tmp_path) == NEW
 
 
-def test_a_link_called_checkpoints_gets_no_staging_folder_inside(tmp_path: Path) -> None:
-    (tmp_path / "big").mkdir()
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "checkpoints").symlink_to("../big")
-    staging = plan_staging(tmp_path / "project" / "checkpoints" / "checkpoint_0")
-    assert staging.folder.parent == tmp_path / "project"
-
-
 def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
     path = folder / f".ckptfix-saving+{machine}+{pid}+0123456789abcdef+c"
     path.mkdir()
@@ -447,20 +416,28 @@ def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
     return path
 
 
+@pytest.fixture
+def left(tmp_path: Path) -> dict[str, Path]:
+    """Return staging folders next to a checkpoint: of a process that is no more, of one that runs,
+    and of other machines.
+    """
+    machine = staged.this_machine()
+    save(tmp_path / "checkpoints" / "checkpoint_0", WHOLE)
+    folders = {
+        "dead": left_over(tmp_path, machine, in_child_pid()),
+        "running": left_over(tmp_path, machine, os.getppid()),
+        "elsewhere": left_over(tmp_path, "gpu-17-99", 7),
+        "old": left_over(tmp_path, "gpu-18-99", 7, age=2 * 86400),
+    }
+    (folders["dead"] / "pytorch_model_fsdp_0").mkdir()
+    (folders["dead"] / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
+    return folders
+
+
 def test_check_names_staging_folders_and_judges_nothing_in_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, left: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cut files in them were "truncated-file", with salvage as the next step."""
-    machine, day = staged.this_machine(), 86400
-    save(tmp_path / "checkpoints" / "checkpoint_0", WHOLE)
-    dead, running = (
-        left_over(tmp_path, machine, in_child_pid()),
-        left_over(tmp_path, machine, os.getppid()),
-    )
-    (dead / "pytorch_model_fsdp_0").mkdir()
-    (dead / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
-    elsewhere = left_over(tmp_path, "gpu-17-99", 7)
-    old = left_over(tmp_path, "gpu-18-99", 7, age=2 * day)
     assert run(["check", "-r", str(tmp_path), "--json"]) == 0
     found = {
         Path(one["path"]): [
@@ -470,18 +447,20 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     }
     assert {path: [each[0] for each in several] for path, several in found.items()} == {
         tmp_path / "checkpoints" / "checkpoint_0": [],
-        **{path: ["staging-folder"] for path in (dead, running, elsewhere, old)},
+        **{path: ["staging-folder"] for path in left.values()},
     }
-    for path in (dead, old):
+    for path in (left["dead"], left["old"]):
         ((_, message, advice),) = found[path]
         assert message.startswith("abandoned staging folder of a save that was killed (pid ")
         assert message.endswith("; safe to delete")
         assert advice.endswith(f": rm -r {shlex.quote(str(path))}")
-    assert (
-        f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
-    )
-    assert "(pid 7 on gpu-17); it changed less than a day ago" in found[elsewhere][0][1]
-    assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
+    for name, words in (
+        ("running", f"a save is running (pid {os.getppid()} on {socket.gethostname()})"),
+        ("elsewhere", "(pid 7 on gpu-17); it changed less than a day ago"),
+    ):
+        ((_, message, advice),) = found[left[name]]
+        assert words in message
+        assert "rm -r" not in advice
     assert run(["check", "-r", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("; safe to delete") == 2, "each is printed with what to do"
@@ -489,9 +468,14 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert out.count("+c: staging folder of c, not a checkpoint; not read\n") == 4
     assert "0 files" not in out, "their files were not counted"
     assert "\n5 checkpoints: 4 staging, 1 clean\nresume from " in out
+
+
+def test_a_staging_folder_by_its_path(
+    left: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = left["dead"]
     assert run(["verify", str(dead)]) == 3
-    out = capsys.readouterr().out
-    assert out.endswith(
+    assert capsys.readouterr().out.endswith(
         ", and this is the staging folder of a save or another command, not a checkpoint\n"
     )
     assert run(["check", str(dead)]) == 0
@@ -500,14 +484,12 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     with monkeypatch.context() as patch:
         patch.chdir(dead)
         assert run(["check", "."]) == 0
-    assert capsys.readouterr().out.partition("\n")[2] == out.partition("\n")[2], (
-        "named as . it is the same"
-    )
+    same = capsys.readouterr().out
+    assert same.partition("\n")[2] == out.partition("\n")[2], "named as . it is the same"
     assert "salvage" not in out
     assert "no error found" not in out
-    subprocess.run(
-        ["sh", "-c", out.partition("or you can delete it now: ")[2].splitlines()[0]], check=True
-    )
+    command = out.partition("or you can delete it now: ")[2].splitlines()[0]
+    subprocess.run(["sh", "-c", command], check=True)
     assert not dead.exists()
 
 
@@ -590,30 +572,18 @@ def dying(source: Path, place: Path) -> None:
 
 def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
     """ "Load another checkpoint" was a dead end."""
-    clean = (
-        Path(__file__).parents[2]
-        / "fixtures"
-        / "accelerate-1.15.0"
-        / "clean-single-process"
-        / "checkpoint"
-    )
-    target = shutil.copytree(clean, tmp_path / "checkpoints" / "checkpoint_7")
+    target = shutil.copytree(CLEAN, tmp_path / "checkpoints" / "checkpoint_7")
     journal = target / JOURNAL
     journal.mkdir()
-    (journal / UNFINISHED).write_text(json.dumps([one.name for one in clean.iterdir()]))
+    (journal / UNFINISHED).write_text(json.dumps(list(WHOLE)))
     assert "save again; there is no complete checkpoint" in str(mixed(target))
-    empty = target.with_name("checkpoint_6")
-    empty.mkdir()
-    older = shutil.copytree(clean, target.with_name("checkpoint_5"))
+    target.with_name("checkpoint_6").mkdir()
+    older = shutil.copytree(CLEAN, target.with_name("checkpoint_5"))
     assert str(mixed(target)).endswith(f"next: load {older}, which is complete, or save again")
-    for place in (
-        journal / temporary_name(target, SAVING),
-        target.parents[1] / temporary_name(target, SAVING),
-    ):
-        shutil.copytree(clean, place)
-        assert str(mixed(target)).endswith(
-            f"next: load the interrupted save, which is intact in {place}"
-        )
+    for folder in (journal, target.parents[1]):
+        place = shutil.copytree(CLEAN, folder / temporary_name(target, SAVING))
+        said = f"next: load the interrupted save, which is intact in {place}"
+        assert str(mixed(target)).endswith(said)
         (place / "optimizer.bin").unlink()  # moved: in no folder is all of it
         assert f"load {older}" in str(mixed(target))
 
