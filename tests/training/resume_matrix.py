@@ -7,13 +7,14 @@ differ.
 """
 
 import hashlib
+import importlib
 import itertools
 import json
 import random
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import accelerate
 import numpy as np
 import torch
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -69,6 +71,14 @@ class Variant:
     compiled: bool = False
     expect: str = ""
     is_cautious: bool = False
+    # What draws random numbers, or makes them, while the run saves.
+    hook: str = ""
+    draws: str = ""
+    model: str = "layers"
+    tracker: bool = False
+    save_model: bool = False
+    safetensors: bool = True
+    automatic: bool = False
 
 
 V = Variant
@@ -207,7 +217,44 @@ MORE = {
 ``is_cautious``: a warning that the run may differ, where it would only with augmentation.
 """
 
-ALL = FIRST | MORE
+DRAWING = {
+    "plain": V(4, shuffle=True),
+    "dropout": V(4, shuffle=True, dropout=0.5),
+    "augmentation": V(4, shuffle=True, augment="all", dropout=0.5),
+    "workers": V(4, shuffle=True, workers=2, augment="all", dropout=0.5),
+    "accumulation": V(4, shuffle=True, accumulate=4, dropout=0.5),
+    "dispatcher": V(4, shuffle=True, dispatch=True, dropout=0.5, hook="torch"),
+    "stateful": V(4, shuffle=True, resume="stateful", dropout=0.5, hook="torch"),
+    "seedable": V(4, shuffle=True, seedable=True, augment="all", hook="torch"),
+    "iterable": V(4, data="iterable torch", dropout=0.5, hook="torch"),
+    "scaler": V(4, shuffle=True, scaler=True, dropout=0.5, hook="torch"),
+    "pickles": V(4, shuffle=True, safetensors=False, dropout=0.5, hook="model"),
+    "automatic names": V(4, shuffle=True, automatic=True, augment="all", dropout=0.5, hook="model"),
+    "ema": V(4, shuffle=True, model="diffusers", hook="ema", dropout=0.5),
+    "ema, workers": V(
+        4, shuffle=True, model="diffusers", hook="ema", workers=2, augment="all", accumulate=2
+    ),
+    "hook of torch": V(4, shuffle=True, hook="torch", augment="all", dropout=0.5),
+    "hook of numpy": V(4, shuffle=True, hook="numpy", augment="all"),
+    "hook of python": V(4, shuffle=True, hook="python", augment="all"),
+    "hook that makes a model": V(4, shuffle=True, hook="model", augment="all", dropout=0.5),
+    "hook on the main process": V(4, shuffle=True, hook="main", augment="all", dropout=0.5),
+    "hook that seeds": V(4, shuffle=True, hook="seeds", dropout=0.5, workers=2, augment="all"),
+    "hook that fails once": V(4, shuffle=True, hook="fails", dropout=0.5, augment="all"),
+    "custom object": V(4, shuffle=True, draws="torch", dropout=0.5, augment="all"),
+    "custom object and hook": V(
+        4, shuffle=True, draws="numpy", hook="torch", augment="all", accumulate=2
+    ),
+    "tracker": V(4, shuffle=True, tracker=True, dropout=0.5, hook="torch"),
+    "save_model": V(4, shuffle=True, save_model=True, dropout=0.5, hook="torch"),
+    "evaluation": V(4, shuffle=True, second="between", dropout=0.5, hook="model"),
+    "generation": V(4, shuffle=True, model="gpt2", second="between", dropout=0.1, hook="model"),
+}
+"""Runs whose saves, evaluations or objects draw random numbers: ``equal_runs`` compares them with
+those of stock accelerate, and resumes them.
+"""
+
+ALL = FIRST | MORE | DRAWING
 
 
 class Mapped(Dataset):  # type: ignore[misc]
@@ -262,15 +309,73 @@ class StreamedByEpoch(Streamed):
 
 
 class Custom:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    """A registered object; it draws whenever it is asked for its state, if it is told to."""
+
+    def __init__(self, rank: int, draws: str) -> None:
+        self.rank, self.draws = rank, draws
         self.steps = 0
 
     def state_dict(self) -> dict[str, int]:
+        if self.draws:
+            DRAWS[self.draws]()
         return {"rank": self.rank, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.rank, self.steps = state["rank"], state["steps"]
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """A tracker that draws which samples it logs."""
+
+    name = "drawing"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        random.sample(range(100), 3)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(3).sum().item(),
+    "numpy": lambda: float(np.random.normal()),
+    "python": random.random,
+    "model": lambda: torch.nn.Linear(8, 8).weight.sum().item(),
+    "seeds": lambda: float(torch.manual_seed(7).initial_seed()),
+}
+
+
+def diffusers_model() -> Any:
+    """Return the class of a small model of diffusers, which EMAModel makes anew at every save."""
+    diffusers: Any = importlib.import_module("diffusers")
+
+    class Denoiser(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
+        @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
+        def __init__(self, dropout: float = 0.0) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+            self.drop = torch.nn.Dropout(dropout)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.last(self.drop(self.first(values)))
+
+    return Denoiser
+
+
+def ema_of_diffusers() -> Any:
+    return importlib.import_module("diffusers.training_utils").EMAModel
+
+
+def gpt2(dropout: float) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+                   **dict.fromkeys(names, dropout))
+    )  # fmt: skip
 
 
 def digest(*values: Any) -> str:
@@ -294,6 +399,8 @@ class Run:
         self.variant = v = ALL[name]
         self.folder = folder / name
         self.resumes = resumes
+        # Saves that the hook lets fail.
+        self.fails_left = int(v.hook == "fails" and not resumes)
         accelerate.state.AcceleratorState._reset_state(False)
         accelerate.state.GradientState._reset_state()
         kind = accelerate.Accelerator if stock else ckptfix.Accelerator
@@ -311,7 +418,13 @@ class Run:
                 even_batches=v.even,
             ),
             dynamo_backend="eager" if v.compiled else None,
+            log_with=[Tracker()] if v.tracker else None,
+            project_config=accelerate.utils.ProjectConfiguration(
+                str(self.folder), automatic_checkpoint_naming=v.automatic
+            ),
         )
+        if v.tracker:
+            self.accelerator.init_trackers("run")
         if v.scaler:
             self.accelerator.scaler = torch.amp.GradScaler(
                 "cpu", init_scale=1024.0, growth_interval=3
@@ -337,14 +450,27 @@ class Run:
             data, batch_size=size, num_workers=v.workers, drop_last=v.drop_last, **options
         )
 
-    def prepare(self) -> None:
-        v, accelerator = self.variant, self.accelerator
-        layers = torch.nn.Sequential(
+    def make_model(self) -> Any:
+        v = self.variant
+        if v.model == "gpt2":
+            return gpt2(v.dropout)
+        if v.model == "diffusers":
+            self.kind = diffusers_model()
+            model = self.kind(dropout=v.dropout)
+            self.ema = ema_of_diffusers()(
+                model.parameters(), decay=0.9, model_cls=self.kind, model_config=model.config
+            )
+            return model
+        return torch.nn.Sequential(
             torch.nn.Linear(8, 8),
             torch.nn.Dropout(v.dropout),
             torch.nn.Linear(8, 8),
             torch.nn.Linear(8, 1),
         )
+
+    def prepare(self) -> None:
+        v, accelerator = self.variant, self.accelerator
+        layers = self.make_model()
         self.parameters = dict(layers.named_parameters())
         names = list(set(self.parameters)) if v.hash_order else list(self.parameters)
         parts = [names[0::2], names[1::2]] if v.optimizers == 2 else [names]
@@ -366,9 +492,37 @@ class Run:
         self.schedulers = self.schedules
         if not v.unprepared:
             self.schedulers = [accelerator.prepare(one) for one in self.schedules]
-        self.custom = Custom(accelerator.process_index)
-        if v.custom:
+        self.custom = Custom(accelerator.process_index, v.draws)
+        if v.custom or v.draws:
             accelerator.register_for_checkpointing(self.custom)
+        if v.hook:
+            accelerator.register_save_state_pre_hook(self.save_hook)
+        if v.hook == "ema":
+            accelerator.register_load_state_pre_hook(self.load_hook)
+
+    def save_hook(self, models: list[Any], weights: list[Any], output: str) -> None:
+        hook, is_main = self.variant.hook, self.accelerator.is_main_process
+        if hook == "ema" and is_main:  # as in train_unconditional.py of diffusers
+            self.ema.save_pretrained(f"{output}/unet_ema")
+            for model in models:
+                model.save_pretrained(f"{output}/unet")
+                weights.pop()
+        elif hook == "main" and is_main:
+            DRAWS["model"]()
+        elif hook == "fails":
+            DRAWS["torch"]()
+            if self.fails_left:
+                self.fails_left -= 1
+                raise RuntimeError("this save fails")
+        elif hook in DRAWS:
+            DRAWS[hook]()
+
+    def load_hook(self, models: list[Any], folder: str) -> None:
+        ema = ema_of_diffusers().from_pretrained(f"{folder}/unet_ema", self.kind)
+        self.ema.load_state_dict(ema.state_dict())
+        while models:
+            saved = self.kind.from_pretrained(folder, subfolder="unet")
+            models.pop().load_state_dict(saved.state_dict())
 
     def run(self) -> dict[int, Any]:
         v, accelerator = self.variant, self.accelerator
@@ -378,7 +532,7 @@ class Run:
         )
         step = first = used = 0
         if self.resumes:
-            accelerator.load_state(str(self.folder))
+            accelerator.load_state(self.target)
             step = v.at
             first, used = divmod(v.at, length)
             if v.epoch_of_save:
@@ -427,15 +581,18 @@ class Run:
         (ids, values), *others = batch if v.second == "zip" else [batch]
         before = generators()
         with accelerator.accumulate(self.model):
-            loss = self.model(values).pow(2).mean() + self.parameters["0.weight"].abs().mean()
+            loss = self.loss(values) + next(iter(self.parameters.values())).abs().mean()
             for other in others:
-                loss = loss + self.model(other[1]).pow(2).mean()
+                loss = loss + self.loss(other[1])
             accelerator.backward(loss)
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
         self.custom.steps += 1
+        if v.hook == "ema":
+            self.ema.step(self.model.parameters())
+        accelerator.log({"loss": loss.item()})
         moments = [
             one
             for optimizer in self.raw
@@ -457,17 +614,39 @@ class Run:
         if v.second == "within" and step % 3 == 0:
             self.evaluate()
 
+    def loss(self, values: torch.Tensor) -> torch.Tensor:
+        if self.variant.model == "gpt2":
+            tokens = (values * 10).long().clamp(0, 49)
+            return self.model(input_ids=tokens, labels=tokens).loss
+        return self.model(values).pow(2).mean()
+
     def evaluate(self) -> None:
+        """Evaluate; the runs that draw do so with numbers from the global generators, too."""
         self.model.eval()
         with torch.no_grad():
             for _, values in self.loaders[1]:
-                self.model(values)
+                self.loss(values + 0.1 * torch.rand(8) if self.variant.hook else values)
+            if self.variant.model == "gpt2":
+                self.accelerator.unwrap_model(self.model).generate(
+                    torch.zeros(1, 2, dtype=torch.long), do_sample=True, max_new_tokens=4
+                )
         self.model.train()
 
+    @property
+    def target(self) -> str | None:
+        return None if self.variant.automatic else str(self.folder)
+
     def save(self) -> None:
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(self.folder))
-        self.accelerator.wait_for_everyone()
+        v, accelerator = self.variant, self.accelerator
+        accelerator.wait_for_everyone()
+        if v.save_model:
+            accelerator.save_model(self.model, f"{self.folder}-model")
+        for _ in range(1 + self.fails_left):
+            try:
+                accelerator.save_state(self.target, safe_serialization=v.safetensors)
+            except RuntimeError:
+                assert v.hook == "fails"
+        accelerator.wait_for_everyone()
 
 
 def run_all(
@@ -526,7 +705,7 @@ def main() -> None:
     folder, *names = [one for one in sys.argv[1:] if not one.startswith("--")]
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    names = names or list(ALL)
+    names = names or [*FIRST, *MORE]
     for resumes in (False, True):
         print(run_all(root, names, resumes=resumes, stock=stock))
     exact = 0
