@@ -6,7 +6,8 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.training.killing import in_child
-from tests.training.rank_cases import run_python
+from tests.training.rank_cases import ROOT, run_python
 from tests.training.ranks import run_ranks
 from tests.training.test_run_state import Noisy, Run
-from tests.training.test_trainer_kills import ADAPTED, OLDEST, ROOT
+from tests.training.test_trainer_kills import ADAPTED, OLDEST
 
 # torchdata calls a function of torch that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
@@ -68,17 +69,46 @@ def save_after_break(run: Run, folder: Path, at: int = AT) -> None:
     run.accelerator.save_state(str(folder))
 
 
+def resumed(folder: Path, **options: Any) -> Run:
+    """Return a run that has loaded a checkpoint."""
+    run = made(**options)
+    run.accelerator.load_state(str(folder))
+    return run
+
+
+def rest_of(run: Run, how: str = "rest", used: int = AT) -> Any:
+    """Return what the script iterates over in the first epoch after a load."""
+    if how == "rest":
+        return run.accelerator.resume_dataloader(run.loader)
+    return accelerate.skip_first_batches(run.loader, used)
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Yield the warnings of ckptfix in a block, which are there when it has ended."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    messages = (str(one.message) for one in caught if one.category is UserWarning)
+    said += [message for message in messages if "set_vital" not in message]
+
+
+@contextmanager
+def silence(is_silent: bool = True) -> Iterator[None]:
+    """Let a warning be an error, or allow all of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if is_silent else "ignore")
+        warnings.filterwarnings("ignore", "'set_vital'")
+        yield
+
+
 def finish(run: Run, first: Any) -> list[Any]:
     """Train over the rest of an epoch, and over another one."""
     for loader in (first, run.loader):
         for batch in loader:
             run.train(batch)
     return run.seen
-
-
-def words(caught: list[warnings.WarningMessage]) -> list[str]:
-    messages = (str(one.message) for one in caught if one.category is UserWarning)
-    return [message for message in messages if "set_vital" not in message]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -92,13 +122,24 @@ WITH_WORKERS: dict[str, dict[str, Any]] = {
     "workers": {"workers": 2},
     "persistent workers": {"workers": 2, "persistent": True},
 }
+WAYS = [
+    *((kind, how, AT) for kind in OPTIONS for how in ("rest", "skip")),
+    *((kind, "skip", 1) for kind in OPTIONS),
+    *((kind, "rest", BATCHES) for kind in OPTIONS),
+    *(
+        pytest.param(*way, marks=pytest.mark.slow)
+        for way in (
+            ("workers", "skip", AT),
+            ("workers", "rest", 1),
+            ("persistent workers", "rest", AT),
+            ("persistent workers", "skip", BATCHES),
+        )
+    ),
+]
+"""How the data loader is made, how the resumed script goes on, and the batches that were used."""
 
 
-@pytest.mark.parametrize("at", [1, AT, BATCHES])
-@pytest.mark.parametrize("how", ["rest", "skip"])
-@pytest.mark.parametrize(
-    "kind", [*OPTIONS, *(pytest.param(one, marks=pytest.mark.slow) for one in WITH_WORKERS)]
-)
+@pytest.mark.parametrize(("kind", "how", "at"), WAYS)
 def test_the_rest_of_a_pass_that_was_left_goes_on_bit_for_bit(
     tmp_path: Path, kind: str, how: str, at: int
 ) -> None:
@@ -106,30 +147,17 @@ def test_the_rest_of_a_pass_that_was_left_goes_on_bit_for_bit(
     options = {**OPTIONS, **WITH_WORKERS}[kind]
     expected = through(made(**options))
     save_after_break(made(**options), tmp_path / "c", at)
-    run = made(**options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.accelerator.load_state(str(tmp_path / "c"))
-        rest = (
-            run.accelerator.resume_dataloader(run.loader)
-            if how == "rest"
-            else accelerate.skip_first_batches(run.loader, at)
-        )
-        assert finish(run, rest) == expected[at:]
-    said = words(caught)
+    with heard() as said:
+        run = resumed(tmp_path / "c", **options)
+        assert finish(run, rest_of(run, how, at)) == expected[at:]
     if kind == "persistent workers":
         # Of a new pass, for which a break leaves these workers in a state that nobody knows.
         assert "not bit-exact: the data loader: the generators of its workers" in said.pop(0)
-    assert ["resume_dataloader() continues that pass" in one for one in said] == [True] * (
-        how == "rest"
-    )
+    continues = ["resume_dataloader() continues that pass" in one for one in said]
+    assert continues == [True] * (how == "rest")
 
 
-@pytest.mark.parametrize("at", [1, AT, BATCHES - 1])
-@pytest.mark.parametrize("how", ["rest", "skip"])
-@pytest.mark.parametrize(
-    "kind", [*OPTIONS, *(pytest.param(one, marks=pytest.mark.slow) for one in WITH_WORKERS)]
-)
+@pytest.mark.parametrize(("kind", "how", "at"), WAYS)
 def test_a_batch_that_came_before_the_break_and_was_not_trained_on_is_not_used(
     tmp_path: Path, kind: str, how: str, at: int
 ) -> None:
@@ -143,27 +171,25 @@ def test_a_batch_that_came_before_the_break_and_was_not_trained_on_is_not_used(
                 break
             run.train(batch)
 
+    # In a pass of which all batches were used, there is none to come before the break.
+    at = min(at, BATCHES - 1)
     options = {**OPTIONS, **WITH_WORKERS}[kind]
     expected = through(made(**options))
     run = made(**options)
     train(run, run.loader, at)
     run.accelerator.save_state(str(tmp_path / "c"))
+    with silence(False):
+        run = resumed(tmp_path / "c", **options)
     # Saved again by a run that has the same limit.
-    run = made(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run.accelerator.load_state(str(tmp_path / "c"))
-    train(run, accelerate.skip_first_batches(run.loader, at), 0)
+    train(run, rest_of(run, "skip", at), 0)
     run.accelerator.save_state(str(tmp_path / "again"))
     for name in ("c", "again"):
-        run = made(**options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run.accelerator.load_state(str(tmp_path / name))
-            rest = rest_of(run) if how == "rest" else accelerate.skip_first_batches(run.loader, at)
-            assert finish(run, rest) == expected[at:]
-        said = [one for one in words(caught) if "generators of its workers" not in one]
-        assert len(said) == (how == "rest")
+        with heard() as said:
+            run = resumed(tmp_path / name, **options)
+            assert finish(run, rest_of(run, how, at)) == expected[at:]
+        assert len([one for one in said if "generators of its workers" not in one]) == (
+            how == "rest"
+        )
 
 
 @pytest.mark.slow
@@ -174,14 +200,12 @@ def test_two_processes_go_on_with_the_rest_of_a_pass(tmp_path: Path, kind: str) 
 
     def work_of(phase: str) -> Callable[[int], None]:
         def work(rank: int) -> None:
-            run = made(**OPTIONS[kind])
-            if phase == "through":
-                through(run)
-            elif phase == "left":
-                save_after_break(run, tmp_path / "c", used)
+            if phase == "resumed":
+                run = resumed(tmp_path / "c", **OPTIONS[kind])
+                finish(run, rest_of(run, "skip", used))
             else:
-                run.accelerator.load_state(str(tmp_path / "c"))
-                finish(run, accelerate.skip_first_batches(run.loader, used))
+                run = made(**OPTIONS[kind])
+                through(run) if phase == "through" else save_after_break(run, tmp_path / "c", used)
             torch.save(run.seen, tmp_path / f"{phase}-{rank}.pt")
 
         return work
@@ -203,30 +227,21 @@ def test_a_script_that_breaks_out_of_every_epoch_goes_on_with_a_new_pass(
 ) -> None:
     def train(run: Run, epochs: int, *, saves: bool = False) -> list[Any]:
         for _ in range(epochs):
-            for number, batch in enumerate(run.loader):
+            for batch in itertools.islice(run.loader, AT):
                 run.train(batch)
-                if number + 1 == AT:
-                    break
             if saves:
                 run.accelerator.save_state(str(tmp_path / str(len(run.seen))))
         return run.seen
 
     expected = train(made(**OPTIONS[kind]), 3, saves=True)
     for used in (AT, 2 * AT):
-        run = made(**OPTIONS[kind])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run.accelerator.load_state(str(tmp_path / str(used)))
+        with heard() as said:
+            run = resumed(tmp_path / str(used), **OPTIONS[kind])
             assert train(run, 3 - used // AT) == expected[used:]
         # A stateful loader would go on by itself without ckptfix. A pass that was left before shows
         # what the script does.
-        assert ["the script begins a new pass" in one for one in words(caught)] == [True] * (
-            kind == "stateful" and used == AT
-        )
-
-
-def rest_of(run: Run) -> Any:
-    return run.accelerator.resume_dataloader(run.loader)
+        is_said = kind == "stateful" and used == AT
+        assert ["the script begins a new pass" in one for one in said] == [True] * is_said
 
 
 def test_a_script_that_leaves_every_pass_gets_a_new_one_from_resume_dataloader(
@@ -242,28 +257,31 @@ def test_a_script_that_leaves_every_pass_gets_a_new_one_from_resume_dataloader(
     for epoch in range(3):
         train(first, first.loader)
         first.accelerator.save_state(str(tmp_path / str(epoch)))
-    (said,) = resumed_words(tmp_path / "0", made(), rest_of)
+    (said,) = resumed_words(tmp_path / "0", rest_of)
     assert said == (
         "the data loader: the checkpoint was saved after the script left a pass early, after batch "
         "4 of 6; resume_dataloader() continues that pass; help: to begin the next pass instead, "
         "iterate over the loader itself"
     )
     # The same in the save of a run that was resumed.
-    run = made()
-    run.accelerator.load_state(str(tmp_path / "0"))
+    run = resumed(tmp_path / "0")
     train(run, run.loader)
     run.accelerator.save_state(str(tmp_path / "resumed"))
     for name in ("1", "resumed"):
-        run = made()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            run.accelerator.load_state(str(tmp_path / name))
+        with silence():
+            run = resumed(tmp_path / name)
             train(run, rest_of(run))
         assert run.seen == first.seen[2 * AT :]
     # The rest is there for a script that asks for it by number.
-    run = made()
-    run.accelerator.load_state(str(tmp_path / "1"))
-    assert len(finish(run, accelerate.skip_first_batches(run.loader, AT))) == 2 + BATCHES
+    run = resumed(tmp_path / "1")
+    assert len(finish(run, rest_of(run, "skip"))) == 2 + BATCHES
+
+
+def with_second(samples: int, **options: Any) -> tuple[Run, Any]:
+    """Return a run and a second loader."""
+    run = made(**options)
+    data = Noisy(torch.arange(4.0 * samples).reshape(samples, 4))
+    return run, run.accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -273,26 +291,19 @@ def test_the_longer_of_two_loaders_in_a_zip_begins_a_new_pass(
 ) -> None:
     """The symptom: the epoch after the resume had the 2 batches that were left of the last one."""
 
-    def two() -> tuple[Run, Any]:
-        run = made(**OPTIONS[kind])
-        data = Noisy(torch.arange(64.0).reshape(16, 4))
-        return run, run.accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
-
     def epoch(run: Run, short: Any, long: Any) -> None:
         for first, second in zip(*((long, short) if is_first else (short, long)), strict=False):
             run.train((first[0] + second[0],))
 
-    run, long = two()
+    run, long = with_second(16, **OPTIONS[kind])
     epoch(run, run.loader, long)
     run.accelerator.save_state(str(tmp_path / "c"))
     epoch(run, run.loader, long)
-    resumed, long = two()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "'set_vital'")
-        resumed.accelerator.load_state(str(tmp_path / "c"))
-        epoch(resumed, rest_of(resumed), resumed.accelerator.resume_dataloader(long))
-    assert resumed.seen == run.seen[BATCHES:]
+    again, long = with_second(16, **OPTIONS[kind])
+    with silence():
+        again.accelerator.load_state(str(tmp_path / "c"))
+        epoch(again, rest_of(again), again.accelerator.resume_dataloader(long))
+    assert again.seen == run.seen[BATCHES:]
 
 
 def test_a_pass_that_began_before_the_last_load_is_not_one_to_go_on_with(tmp_path: Path) -> None:
@@ -310,12 +321,10 @@ def test_a_pass_that_began_before_the_last_load_is_not_one_to_go_on_with(tmp_pat
             break
     run.accelerator.save_state(str(tmp_path / "again"))
     expected = finish(run, ())[BATCHES + 3 :]
-    resumed = made()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        resumed.accelerator.load_state(str(tmp_path / "again"))
-        assert rest_of(resumed) is resumed.loader
-        assert finish(resumed, ()) == expected
+    with silence():
+        again = resumed(tmp_path / "again")
+        assert rest_of(again) is again.loader
+        assert finish(again, ()) == expected
 
 
 @pytest.mark.parametrize("seedable", [False, True])
@@ -333,13 +342,9 @@ def test_what_the_script_does_after_its_loop_is_not_repeated(
     torch.rand(3)
     run.accelerator.save_state(str(tmp_path / "c"))
     anew = finish(run, ())
-    resumed = made(seedable=seedable)
-    resumed.accelerator.load_state(str(tmp_path / "c"))
-    rest = accelerate.skip_first_batches(resumed.loader, AT)
-    assert finish(resumed, rest) == expected[AT:]
-    resumed = made(seedable=seedable)
-    resumed.accelerator.load_state(str(tmp_path / "c"))
-    assert finish(resumed, ()) == anew[AT:]
+    again = resumed(tmp_path / "c", seedable=seedable)
+    assert finish(again, rest_of(again, "skip")) == expected[AT:]
+    assert finish(resumed(tmp_path / "c", seedable=seedable), ()) == anew[AT:]
 
 
 def test_an_exception_leaves_a_pass_as_break_does(tmp_path: Path) -> None:
@@ -355,54 +360,53 @@ def test_an_exception_leaves_a_pass_as_break_does(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train()
     run.accelerator.save_state(str(tmp_path / "c"))
-    resumed = made()
-    resumed.accelerator.load_state(str(tmp_path / "c"))
-    assert finish(resumed, accelerate.skip_first_batches(resumed.loader, AT)) == expected[AT:]
+    again = resumed(tmp_path / "c")
+    assert finish(again, rest_of(again, "skip")) == expected[AT:]
 
 
 def test_a_rest_that_is_left_again_goes_on(tmp_path: Path) -> None:
     expected = through(made())
     save_after_break(made(), tmp_path / "2", 2)
-    run = made()
-    run.accelerator.load_state(str(tmp_path / "2"))
-    for batch in accelerate.skip_first_batches(run.loader, 2):
+    run = resumed(tmp_path / "2")
+    for batch in rest_of(run, "skip", 2):
         run.train(batch)
         if len(run.seen) == 2:
             break
     run.accelerator.save_state(str(tmp_path / "4"))
-    resumed = made()
-    resumed.accelerator.load_state(str(tmp_path / "4"))
-    assert finish(resumed, accelerate.skip_first_batches(resumed.loader, 4)) == expected[4:]
+    again = resumed(tmp_path / "4")
+    assert finish(again, rest_of(again, "skip")) == expected[4:]
+
+
+def saved(folder: Path, used: int, *, within: bool, **options: Any) -> list[Any]:
+    """Save in a pass, or after one that was left; return what follows."""
+    if within:
+        return made(**options).save_at(folder, used)
+    save_after_break(made(**options), folder, used)
+    return through(made(**options))[used:]
 
 
 @pytest.mark.parametrize("within", [True, False])
 def test_a_checkpoint_that_is_saved_again_after_the_load_keeps_the_position(
     tmp_path: Path, within: bool
 ) -> None:
-    if within:
-        expected = made().save_at(tmp_path / "c", AT)
-    else:
-        expected = through(made())[AT:]
-        save_after_break(made(), tmp_path / "c")
-    run = made()
-    run.accelerator.load_state(str(tmp_path / "c"))
+    expected = saved(tmp_path / "c", AT, within=within)
+    run = resumed(tmp_path / "c")
     # The run itself goes on with the generators of the first save.
     torch.rand(3)
     run.accelerator.save_state(str(tmp_path / "again"))
-    assert finish(run, accelerate.skip_first_batches(run.loader, AT)) == expected
+    assert finish(run, rest_of(run, "skip")) == expected
     for name in ("again", "again and again"):
-        resumed = made()
-        resumed.accelerator.load_state(str(tmp_path / name))
+        run = resumed(tmp_path / name)
         torch.rand(2)
-        resumed.accelerator.save_state(str(tmp_path / "again and again"))
-        assert finish(resumed, accelerate.skip_first_batches(resumed.loader, AT)) == expected
+        run.accelerator.save_state(str(tmp_path / "again and again"))
+        assert finish(run, rest_of(run, "skip")) == expected
 
 
+@pytest.mark.parametrize("how", ["rest", "skip"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("used", [1, AT])
-@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(("within", "used"), [(True, 1), (False, AT)])
 def test_a_batch_to_look_at_changes_nothing(
-    tmp_path: Path, within: bool, used: int, workers: int
+    tmp_path: Path, within: bool, used: int, workers: int, how: str
 ) -> None:
     """The symptom: ``next(iter(loader))`` after the load took the position, and the rest of the
     epoch was the epoch from its beginning.
@@ -415,49 +419,32 @@ def test_a_batch_to_look_at_changes_nothing(
         leave(run, used)
         next(iter(run.loader))
         run.accelerator.save_state(str(tmp_path / "c"))
-    for how in ("rest", "skip"):
-        resumed = made(workers=workers)
-        resumed.accelerator.load_state(str(tmp_path / "c"))
-        next(iter(resumed.loader))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            rest = resumed.accelerator.resume_dataloader(resumed.loader)
-        if how == "skip":
-            rest = accelerate.skip_first_batches(resumed.loader, used)
-        assert finish(resumed, rest) == expected
+    run = resumed(tmp_path / "c", workers=workers)
+    next(iter(run.loader))
+    with silence(False):
+        assert finish(run, rest_of(run, how, used)) == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "seedable", "dispatched"])
 @pytest.mark.parametrize("how", ["rest", "skip", "by itself"])
-@pytest.mark.parametrize("used", [1, AT])
-@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(("within", "used"), [(True, 1), (False, AT)])
 def test_a_complete_pass_without_training_changes_nothing(
     tmp_path: Path, kind: str, within: bool, used: int, how: str
 ) -> None:
     """The symptom: an evaluation on the training data after the load took the position, and the
     rest of the epoch was the epoch from its beginning.
     """
-    options = OPTIONS[kind]
-    if within:
-        expected = made(**options).save_at(tmp_path / "c", used)
-    else:
-        expected = through(made(**options))[used:]
-        save_after_break(made(**options), tmp_path / "c", used)
-    run = made(**options)
-    with warnings.catch_warnings():
-        # That of a pass that was left.
-        warnings.simplefilter("error" if within else "ignore")
-        run.accelerator.load_state(str(tmp_path / "c"))
+    expected = saved(tmp_path / "c", used, within=within, **OPTIONS[kind])
+    # The warning that is allowed is that of a pass that was left.
+    with silence(within):
+        run = resumed(tmp_path / "c", **OPTIONS[kind])
         list(run.loader)
         list(run.loader)
-        rest = itertools.islice(run.loader, used, None)
-        if how == "rest":
-            rest = rest_of(run)
-        elif how == "skip":
-            rest = accelerate.skip_first_batches(run.loader, used)
+        is_asked = how != "by itself"
+        rest = rest_of(run, how, used) if is_asked else itertools.islice(run.loader, used, None)
         seen = finish(run, rest)
     # Only a position within a pass is known to be that of a script that passes over batches itself.
-    assert (seen == expected) == (within or how != "by itself")
+    assert (seen == expected) == (within or is_asked)
 
 
 def test_a_batch_to_look_at_is_not_a_pass_to_go_on_with(tmp_path: Path) -> None:
@@ -467,12 +454,10 @@ def test_a_batch_to_look_at_is_not_a_pass_to_go_on_with(tmp_path: Path) -> None:
     next(iter(run.loader))
     run.accelerator.save_state(str(tmp_path / "c"))
     expected = finish(run, ())[BATCHES:]
-    resumed = made()
-    resumed.accelerator.load_state(str(tmp_path / "c"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resumed.accelerator.resume_dataloader(resumed.loader) is resumed.loader
-        assert finish(resumed, ()) == expected
+    with silence():
+        again = resumed(tmp_path / "c")
+        assert rest_of(again) is again.loader
+        assert finish(again, ()) == expected
 
 
 def test_a_loader_that_is_prepared_after_the_load_goes_on_where_its_pass_was_left(
@@ -485,17 +470,12 @@ def test_a_loader_that_is_prepared_after_the_load_goes_on_where_its_pass_was_lef
     run.accelerator.load_state(str(tmp_path / "c"))
     torch.rand(1)
     run.loader = run.accelerator.prepare(DataLoader(base.dataset, batch_size=2, shuffle=True))
-    assert finish(run, accelerate.skip_first_batches(run.loader, AT)) == expected[AT:]
+    assert finish(run, rest_of(run, "skip")) == expected[AT:]
 
 
 def test_two_loaders_whose_positions_are_saved_again_share_the_generators_of_the_first_save(
     tmp_path: Path,
 ) -> None:
-    def two() -> tuple[Run, Any]:
-        run = made()
-        data = Noisy(torch.arange(48.0).reshape(12, 4))
-        return run, run.accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
-
     def train(run: Run, first: Any, second: Any, folder: Path | None = None) -> list[Any]:
         for left, right in zip(first, second, strict=False):
             run.train((left[0] + right[0],))
@@ -503,45 +483,42 @@ def test_two_loaders_whose_positions_are_saved_again_share_the_generators_of_the
                 run.accelerator.save_state(str(folder))
         return run.seen
 
-    run, second = two()
+    run, second = with_second(12)
     expected = train(run, run.loader, second, tmp_path / "c")[AT:]
-    run, second = two()
+    run, second = with_second(12)
     run.accelerator.load_state(str(tmp_path / "c"))
     torch.rand(3)
     run.accelerator.save_state(str(tmp_path / "again"))
     for name in ("c", "again"):
-        run, second = two()
+        run, second = with_second(12)
         run.accelerator.load_state(str(tmp_path / name))
         assert train(run, rest_of(run), run.accelerator.resume_dataloader(second)) == expected
 
 
-def resumed_words(folder: Path, run: Run, first: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.accelerator.load_state(str(folder))
+def resumed_words(folder: Path, first: Callable[[Run], Any]) -> list[str]:
+    with heard() as said:
+        run = resumed(folder)
         for batch in first(run):
             run.train(batch)
-    return words(caught)
+    return said
 
 
 def test_passing_over_used_batches_of_a_pass_that_was_left_is_said_not_to_be_exact(
     tmp_path: Path,
 ) -> None:
     save_after_break(made(), tmp_path / "c")
-    (said,) = resumed_words(
-        tmp_path / "c", made(), lambda run: itertools.islice(run.loader, AT, None)
-    )
+    (said,) = resumed_words(tmp_path / "c", lambda run: itertools.islice(run.loader, AT, None))
     assert said == (
-        "data loader: the checkpoint was saved after the script left a pass early, after "
-        "batch 4 of 6, so this run, which passes over the first batches itself, does not continue that "
-        "pass bit for bit; help: in the first epoch after load_state, iterate over "
+        "the data loader: the checkpoint was saved after the script left a pass early, after "
+        "batch 4 of 6, so this run, which passes over the first batches itself, does not continue "
+        "that pass bit for bit; help: in the first epoch after load_state, iterate over "
         "accelerator.resume_dataloader(loader)"
-    ).replace("data loader", "the data loader", 1)
+    )
 
 
 def test_skipping_another_number_of_batches_is_said(tmp_path: Path) -> None:
-    def skip(number: int) -> Any:
-        return lambda run: accelerate.skip_first_batches(run.loader, number)
+    def skip(run: Run) -> Any:
+        return rest_of(run, "skip", 3)
 
     save_after_break(made(), tmp_path / "left")
     save_after_break(made(), tmp_path / "left at the end", BATCHES)
@@ -550,10 +527,10 @@ def test_skipping_another_number_of_batches_is_said(tmp_path: Path) -> None:
     through(run)
     run.accelerator.save_state(str(tmp_path / "between"))
     for name, used in (("left", AT), ("left at the end", BATCHES), ("at the end", BATCHES)):
-        (said,) = resumed_words(tmp_path / name, made(), skip(3))
+        (said,) = resumed_words(tmp_path / name, skip)
         assert f"skips to batch 4, but the checkpoint was saved after batch {used}" in said
     # Every epoch of the script may skip them.
-    assert resumed_words(tmp_path / "between", made(), skip(3)) == []
+    assert resumed_words(tmp_path / "between", skip) == []
 
 
 @pytest.mark.slow

@@ -44,54 +44,37 @@ def reported(
 ) -> tuple[list[list[str]], str]:
     """Run the script in two processes; return the lines of each rank, and stderr."""
     folder.mkdir()
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    script = [str(ROOT / "tests/training/reported.py"), str(folder), str(prepares)]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    script = (str(ROOT / "tests/training/reported.py"), str(folder), str(prepares))
     done = subprocess.run(
-        [*launcher, *guard, *script],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=variables,
-        timeout=200,
-    )
+        [sys.executable, *launcher, *guard, *script],
+        capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return [
-        (folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)
-    ], done.stderr
+    lines = [(folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)]
+    return lines, done.stderr
 
 
 def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_path: Path) -> None:
-    correct, _ = reported(tmp_path / "correct", variables, 1)
-    doubled, silence = reported(tmp_path / "doubled", variables, 2)
+    correct, silence = reported(tmp_path / "correct", variables, 1)
     guarded, warning = reported(tmp_path / "guarded", variables, 2, *GUARDED)
-    for rank in range(2):
-        own = "".join(f", 'run_state_{each}.pt'" for each in range(2))
-        assert [line.replace(own, "") for line in guarded[rank]] == correct[rank]
-        assert any(own in line for line in guarded[rank])
-        assert "TOTAL MODELS 2" in doubled[rank]
-        assert any("model_1.safetensors" in line for line in doubled[rank])
-        lines = guarded[rank]
+    own = "".join(f", 'run_state_{each}.pt'" for each in range(2))
+    for rank, lines in enumerate(guarded):
+        assert [line.replace(own, "") for line in lines] == correct[rank]
         assert lines[:4] == [
             "TOTAL MODELS 1",
             "DistributedDataParallel -> Linear(in_features=10, out_features=2, bias=True)",
             "unwrapped: True, at depth 1",
             "keys ['module.weight', 'module.bias']",
         ]
-        assert "state_dict on save x1" in lines
-        assert "state_dict on load x1" in lines
-        assert "gradient hooks x6" in lines
         losses = [line for line in lines if line.startswith("step ")]
         assert losses[3:5] == losses[5:7], "after load_state the same steps give the same losses"
-        assert (
+        assert {
+            "state_dict on save x1",
+            "state_dict on load x1",
+            "gradient hooks x6",
             "files ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', "
-            "'random_states_1.pkl', 'run_state_0.pt', 'run_state_1.pt']" in lines
-        )
+            f"'random_states_1.pkl'{own}]",
+        } <= set(lines)
     assert "prepare()" not in silence
     assert warning.count("UserWarning: prepare() at") == 2, "one for each process"

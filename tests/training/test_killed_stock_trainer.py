@@ -5,14 +5,13 @@ better one.
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptfix.cli import run
 from tests.training.trainer_kills import build, losses, transformers
 
 pytestmark = [
@@ -28,32 +27,34 @@ class KilledError(BaseException):
     """The end of a process, which nothing catches."""
 
 
+def config(trainer: Any, folder: str) -> None:
+    Path(folder).mkdir()
+    trainer.model.config.save_pretrained(folder)
+
+
+POINTS: dict[str, tuple[str, Callable[..., object]]] = {
+    "empty": ("save_model", lambda trainer, real, folder, *given, **options: Path(folder).mkdir()),
+    "config": ("save_model", lambda trainer, real, folder, *given, **options: config(trainer, folder)),
+    "weights": ("_save_optimizer_and_scheduler", lambda trainer, real, *given: None),
+    "optimizer": ("_save_rng_state", lambda trainer, real, *given: None),
+    "random states": ("_save_rng_state", lambda trainer, real, *given: real(*given)),
+}  # fmt: skip
+"""The method in which the save after step 6 ends, and what it does before: the files that were
+written by then stay.
+"""
+
+
 def kill_at(trainer: Any, point: str) -> None:
-    """Let the save after step 6 end at a point: the files that were written by then stay."""
+    name, before = POINTS[point]
+    real = getattr(trainer, name)
 
-    def ending(name: str, before: Callable[..., object]) -> None:
-        real = getattr(trainer, name)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if trainer.state.global_step != LAST:
+            return real(*arguments, **options)
+        before(trainer, real, *arguments, **options)
+        raise KilledError
 
-        def call(*arguments: Any, **options: Any) -> Any:
-            if trainer.state.global_step != LAST:
-                return real(*arguments, **options)
-            before(real, *arguments, **options)
-            raise KilledError
-
-        setattr(trainer, name, call)
-
-    def write_config(real: Any, folder: str, *arguments: Any, **options: Any) -> None:
-        Path(folder).mkdir()
-        trainer.model.config.save_pretrained(folder)
-
-    ways: dict[str, tuple[str, Callable[..., object]]] = {
-        "empty": ("save_model", lambda real, folder, *arguments, **options: Path(folder).mkdir()),
-        "config": ("save_model", write_config),
-        "weights": ("_save_optimizer_and_scheduler", lambda real, *arguments: None),
-        "optimizer": ("_save_rng_state", lambda real, *arguments: None),
-        "random states": ("_save_rng_state", lambda real, *arguments: real(*arguments)),
-    }
-    ending(*ways[point])
+    setattr(trainer, name, call)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return losses(trainer)
 
 
-@pytest.mark.parametrize("point", ["empty", "config", "weights", "optimizer", "random states"])
+@pytest.mark.parametrize("point", POINTS)
 def test_check_leads_past_what_a_killed_save_left(
-    tmp_path: Path, point: str, expected: dict[str, Any]
+    tmp_path: Path, point: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = build(tmp_path, [], save_total_limit=None)
     kill_at(trainer, point)
@@ -76,10 +77,9 @@ def test_check_leads_past_what_a_killed_save_left(
     assert transformers.trainer_utils.get_last_checkpoint(tmp_path) == str(left)
     for one in (left, *left.iterdir()):
         os.utime(one, (1, 1))
-    command = [sys.executable, "-m", "ckptfix", "check", "-r", str(tmp_path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    document = json.loads(done.stdout)
-    assert done.returncode == document["status"] == 1
+    capsys.readouterr()
+    assert run(["check", "-r", str(tmp_path), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
     verdicts = {Path(one["path"]).name: one["status"] for one in document["checkpoints"]}
     assert verdicts == {"checkpoint-2": 0, "checkpoint-4": 0, left.name: 1}
     (answer,) = document["resume"]

@@ -21,6 +21,18 @@ from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_
 from ckptfix.training.resuming import run_state
 
 
+def sgd(model: nn.Module | None = None) -> torch.optim.Optimizer:
+    return torch.optim.SGD((model or nn.Linear(2, 2)).parameters())
+
+
+def assert_guarded(made: Any, given: Any, first: Any, match: str = r"prepare\(\)") -> Any:
+    """Assert that a second prepare() warns once and returns the first result; return the warning."""
+    with pytest.warns(UserWarning, match=match) as seen:
+        assert made.prepare(given) is first
+    assert len(seen) == 1
+    return seen[0]
+
+
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
     """The patch is one for the whole process."""
@@ -38,13 +50,9 @@ def methods() -> dict[str, object]:
 
 def test_stock_accelerators_are_guarded() -> None:
     patch_accelerate()
-    made = stock()
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    first = made.prepare(optimizer)
-    with pytest.warns(UserWarning, match=r"prepare\(\)") as seen:
-        assert made.prepare(optimizer) is first
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
+    made, optimizer = stock(), sgd()
+    warning = assert_guarded(made, optimizer, made.prepare(optimizer))
+    assert warning.filename == __file__
     assert len(made._optimizers) == 1
 
 
@@ -52,7 +60,7 @@ def test_schedulers_are_known_that_are_older_than_the_guard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run_state, "_SCHEDULERS", weakref.WeakKeyDictionary())
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    optimizer = sgd()
     made = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
     gc.collect()
     made.append(torch.optim.lr_scheduler.StepLR(optimizer, 2))
@@ -70,28 +78,23 @@ def test_idempotent_and_taken_back() -> None:
     patch_accelerate()
     assert methods() == patched
     assert patched != before
-    unpatch_accelerate()
-    assert methods() == before
-    unpatch_accelerate()
-    assert methods() == before
-    made = stock()
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for _ in range(2):
+        unpatch_accelerate()
+        assert methods() == before
+    made, optimizer = stock(), sgd()
     assert made.prepare(optimizer) is not made.prepare(optimizer)
 
 
 def test_an_accelerator_made_before() -> None:
-    made = stock()
+    made, optimizer = stock(), sgd()
     patch_accelerate()
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    first = made.prepare(optimizer)
-    with pytest.warns(UserWarning, match=r"prepare\(\)"):
-        assert made.prepare(optimizer) is first
+    assert_guarded(made, optimizer, made.prepare(optimizer))
 
 
 def test_what_was_prepared_before() -> None:
     made = stock()
     raw = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(raw.parameters())
+    optimizer = sgd(raw)
     loader: Any = torch.utils.data.DataLoader(range(4))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     first = made.prepare(raw, optimizer, scheduler, loader)
@@ -126,9 +129,7 @@ def test_no_double_warning_with_the_subclass() -> None:
     patch_accelerate()
     made = Accelerator(cpu=True)
     raw = made.prepare(nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match=r"prepare\(\)") as seen:
-        made.prepare(raw)
-    assert len(seen) == 1
+    assert_guarded(made, raw, raw)
     assert len(made._models) == 1
     strict = Accelerator(cpu=True, on_reprepare="raise")
     strict.prepare(raw)
@@ -176,15 +177,10 @@ def test_the_patch_of_another_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate.Accelerator, "prepare", theirs)
     unpatch_accelerate()
     assert accelerate.Accelerator.prepare is theirs
-    made = stock()
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    made, optimizer, other = stock(), sgd(), sgd()
     assert made.prepare(optimizer) is not made.prepare(optimizer), "the guard is off"
     patch_accelerate()
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    first = made.prepare(other)
-    with pytest.warns(UserWarning, match=r"prepare\(\)") as seen:
-        assert made.prepare(other) is first
-    assert len(seen) == 1
+    assert_guarded(made, other, made.prepare(other))
     assert len(calls) == 3  # the fourth is answered in front of it
     unpatch_accelerate()
 
@@ -193,7 +189,7 @@ def test_loss_backward_is_noticed_and_forgotten() -> None:
     patch_accelerate()
     made = stock(gradient_accumulation_steps=2)
     raw = nn.Linear(2, 2)
-    model, optimizer = made.prepare(raw, torch.optim.SGD(raw.parameters()))
+    model, optimizer = made.prepare(raw, sgd(raw))
 
     def step() -> None:
         for _ in range(2):

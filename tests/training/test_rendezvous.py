@@ -88,17 +88,17 @@ os._exit(0)
 """
 
 
-def meeting(seconds: int, interface: str = "lo") -> list["subprocess.Popen[str]"]:
-    """Start two processes that wait ``seconds`` for each other, the second one on ``interface``."""
+def started(code: str, *arguments: str, interface: str = "lo") -> list["subprocess.Popen[str]"]:
+    """Start two processes, the second one on ``interface``."""
     port = str(random.randrange(30000, 60000))
     return [
         subprocess.Popen(
-            [sys.executable, "-c", _MEETING, str(seconds)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port, "CKPTFIX_TEAM": "1",
-                "GLOO_SOCKET_IFNAME": interface if rank else "lo",
+                "MASTER_PORT": port, "CKPTFIX_TEAM": "1", "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": interface if rank else "lo",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             },
         )
@@ -106,67 +106,52 @@ def meeting(seconds: int, interface: str = "lo") -> list["subprocess.Popen[str]"
     ]  # fmt: skip
 
 
-def ends_of(started: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
+def ends_of(processes: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
     """Return status, output and errors of each process; none is left to run."""
     try:
-        texts = [process.communicate(timeout=90) for process in started]
+        texts = [process.communicate(timeout=90) for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    return [(process.returncode, *text) for process, text in zip(started, texts, strict=True)]
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
 
 
 @pytest.mark.slow
 def test_processes_that_cannot_connect_do_not_wait_for_a_day() -> None:
     """Both reach the store, and the second one then has no interface to be reached at."""
-    for status, _, err in ends_of(meeting(6, "none0")):
+    said = "TeamError: 2 processes were started, but they could not connect at 127.0.0.1:"
+    for status, _, err in ends_of(started(_MEETING, "6", interface="none0")):
         assert status == 1
-        assert (
-            "TeamError: 2 processes were started, but they could not connect at 127.0.0.1:" in err
-        )
+        assert said in err
 
 
 @pytest.mark.slow
 def test_an_interrupt_ends_a_process_that_waits_for_a_connection() -> None:
-    first, second = started = meeting(3600, "none0")
+    first, second = processes = started(_MEETING, "3600", interface="none0")
     try:
         assert second.wait(90) == 1
         first.send_signal(signal.SIGINT)
         first.wait(60)
     finally:
-        (status, _, err), _ = ends_of(started)
+        (status, _, err), _ = ends_of(processes)
     assert status not in (0, -signal.SIGKILL)
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.slow
 def test_processes_that_have_met_wait_longer_for_each_other() -> None:
-    for status, out, err in ends_of(meeting(3)):
+    for status, out, err in ends_of(started(_MEETING, "3")):
         assert (status, out) == (0, "[7, 7]\n"), err
 
 
 @pytest.mark.slow
 def test_processes_exchange_bytes_and_one_may_go_alone() -> None:
-    port = str(random.randrange(30000, 60000))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port, "CKPTFIX_TEAM": "1", "GLOO_SOCKET_IFNAME": "lo",
-                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-            },
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    processes = started(_PROCESS)
     answers = []
-    for process in started:
+    for process in processes:
         assert process.stdout is not None
         answers.append(json.loads(process.stdout.readline()))
-    for process in started:
-        process.communicate(timeout=60)
+    ends_of(processes)
     for long, one, alone, before, cores in answers:
         assert long == [[7, 5_000_001, 0], [7, 5_000_002, 1]]
         assert one == [[8, ""], [9, "word"]]

@@ -92,14 +92,19 @@ def three(world: int = 1) -> list[list[RankRun]]:
     ]
 
 
-def verdict(runs: list[list[RankRun]]) -> Comparison:
-    return compare(*runs)
-
-
 def altered(one: RankRun, number: int, change: Callable[[Step], Step]) -> RankRun:
-    return replace(
-        one, steps=tuple(change(each) if each.number == number else each for each in one.steps)
-    )
+    steps = tuple(change(each) if each.number == number else each for each in one.steps)
+    return replace(one, steps=steps)
+
+
+def everywhere(one: RankRun, change: Callable[[Step], Step]) -> RankRun:
+    return replace(one, steps=tuple(map(change, one.steps)))
+
+
+def drawn(one: Step, **generators: str) -> Step:
+    """Return a step before whose loss these generators had other states."""
+    states = {**one.losses[0].generators, **generators}
+    return replace(one, losses=(replace(one.losses[0], generators=states),))
 
 
 def with_other(state: str) -> Callable[[Step], Step]:
@@ -107,23 +112,21 @@ def with_other(state: str) -> Callable[[Step], Step]:
 
     def change(one: Step) -> Step:
         if state == "batch":
-            return replace(
-                one, batches=(replace(one.batches[0], leaves={"x": "other", "at": "other"}),)
-            )
+            batch = replace(one.batches[0], leaves={"x": "other", "at": "other"})
+            return replace(one, batches=(batch,))
         if state == "loss":
             return replace(one, losses=(replace(one.losses[0], value="9"),))
         if state == "generators":
-            return replace(one, losses=(replace(one.losses[0], generators={"torch": "other"}),))
-        return replace(
-            one, states={**one.states, state: {**one.states[state], f"a.{state}": "other"}}
-        )
+            return drawn(one, torch="other")
+        values = {**one.states[state], f"a.{state}": "other"}
+        return replace(one, states={**one.states, state: values})
 
     return change
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_runs_that_agree_are_exact(world: int) -> None:
-    found = verdict(three(world))
+    found = compare(*three(world))
     assert (found.control, found.differences, found.first_steps) == (None, (), {})
     assert (found.saved_at, found.steps, found.ranks, found.passes_begun) == (
         SAVED_AT,
@@ -141,7 +144,7 @@ def test_one_digest_that_is_another_one_is_found_at_its_step_and_rank(
 ) -> None:
     runs = three(2)
     runs[2][rank] = altered(runs[2][rank], number, with_other(state))
-    found = verdict(runs)
+    found = compare(*runs)
     assert found.control is None
     assert [(one.step, one.rank, one.state) for one in found.differences] == [(number, rank, state)]
     assert found.first_steps == {state: number}
@@ -157,7 +160,7 @@ def test_a_difference_before_the_save_is_never_blamed_on_the_resume(
 ) -> None:
     runs = three(2)
     runs[1][rank] = altered(runs[1][rank], number, with_other(state))
-    found = verdict(runs)
+    found = compare(*runs)
     assert found.differences == ()
     assert found.control is not None
     assert (found.control.step, found.control.rank, found.control.state) == (number, rank, state)
@@ -174,7 +177,7 @@ def test_the_first_of_several_differences_comes_first(changes: list[tuple[str, i
     runs = three()
     for state, number in changes:
         runs[2][0] = altered(runs[2][0], number, with_other(state))
-    found = verdict(runs)
+    found = compare(*runs)
     first = min(number for _, number in changes)
     assert found.differences[0].step == first
     assert found.differences[0].state in {state for state, number in changes if number == first}
@@ -191,9 +194,9 @@ def test_a_state_that_is_not_restored_is_found_before_the_first_batch(state: str
     runs[2][0] = replace(runs[2][0], entries=(replace(one, states=others),))
     if state == "gradients":
         # Gradients that no step uses are zeroed by the script.
-        assert verdict(runs).differences == ()
+        assert compare(*runs).differences == ()
         runs[2][0] = altered(runs[2][0], SAVED_AT + 1, with_other(state))
-    (difference,) = verdict(runs).differences
+    (difference,) = compare(*runs).differences
     assert (difference.step, difference.state) == (SAVED_AT + 1, state)
     assert difference.words.endswith("before the first batch")
     assert difference.found == {f"a.{state}": None}
@@ -201,41 +204,20 @@ def test_a_state_that_is_not_restored_is_found_before_the_first_batch(state: str
 
 def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
     runs = three()
-
-    def own(one: Step) -> Step:
-        return replace(
-            one,
-            losses=(
-                replace(one.losses[0], generators={"torch": f"g{one.number}.0", "python": "own"}),
-            ),
-        )
-
-    for number in range(1, LAST + 1):
-        runs[1][0] = altered(runs[1][0], number, own)
-    found = verdict(runs)
+    runs[1][0] = everywhere(runs[1][0], lambda one: drawn(one, python="own"))
+    found = compare(*runs)
     assert (found.control, found.differences) == (None, ())
     assert found.ignored == {("generators", "python")}
-    shown = "\n".join(map(str, certificate(found, runs[1]).lines()))
-    assert (
-        "not checked: the generator of python: also differs between two uninterrupted runs" in shown
-    )
+    said = "not checked: the generator of python: also differs between two uninterrupted runs"
+    assert said in shown(certificate(found, runs[1]))
 
 
 def test_a_generator_that_is_left_out_is_not_named_as_differing() -> None:
     """The verdict said that it differs, and below that it was not checked."""
     runs = three()
-
-    def draws(python: str, torch: str = "") -> Callable[[Step], Step]:
-        def change(one: Step) -> Step:
-            generators = {"torch": torch or one.losses[0].generators["torch"], "python": python}
-            return replace(one, losses=(replace(one.losses[0], generators=generators),))
-
-        return change
-
-    for number in range(1, LAST + 1):
-        runs[1][0] = altered(runs[1][0], number, draws("own"))
-    runs[2][0] = altered(runs[2][0], 5, draws("another", "other"))
-    (difference,) = verdict(runs).differences
+    runs[1][0] = everywhere(runs[1][0], lambda one: drawn(one, python="own"))
+    runs[2][0] = altered(runs[2][0], 5, lambda one: drawn(one, python="another", torch="other"))
+    (difference,) = compare(*runs).differences
     assert (difference.state, difference.names) == ("generators", ("torch",))
     assert "'torch'" in difference.words
     assert "python" not in difference.words
@@ -246,41 +228,38 @@ def test_a_state_of_which_all_is_left_out_is_not_called_compared() -> None:
 
     def own(one: Step) -> Step:
         states = {**one.states, "generators": {"torch": "own"}}
-        generators = {"torch": "own", "python": "own"}
-        return replace(one, states=states, losses=(replace(one.losses[0], generators=generators),))
+        return replace(drawn(one, torch="own", python="own"), states=states)
 
-    for number in range(1, LAST + 1):
-        runs[1][0] = altered(runs[1][0], number, own)
-    found = verdict(runs)
+    runs[1][0] = everywhere(runs[1][0], own)
+    found = compare(*runs)
     assert found.ignored == {("generators", "python"), ("generators", "torch")}
     assert "generators" not in found.strips
     made = certificate(found, runs[1])
     assert "generators" not in made.compared
-    assert sum("not checked: the generator of " in str(line) for line in made.lines()) == 2
+    assert shown(made).count("not checked: the generator of ") == 2
 
 
 def test_batches_that_the_script_draws_and_skips_do_not_count() -> None:
     runs = three()
     skipped = tuple(Batch({"x": f"x{number}.0"}) for number in range(1, SAVED_AT + 1))
     runs[2][0] = altered(runs[2][0], 4, lambda one: replace(one, batches=(*skipped, *one.batches)))
-    assert verdict(runs).differences == ()
+    assert compare(*runs).differences == ()
 
 
 def test_a_save_inside_a_step_compares_what_follows_it() -> None:
     runs = three()
     first = Batch({"x": "before the save"})
     loss = Loss("5", {"torch": "before", "python": "before"})
+
+    def longer(one: Step) -> Step:
+        return replace(one, batches=(first, *one.batches), losses=(loss, *one.losses))
+
     for at in (0, 1):
-        runs[at][0] = altered(
-            runs[at][0],
-            4,
-            lambda one: replace(one, batches=(first, *one.batches), losses=(loss, *one.losses)),
-        )
         save = replace(runs[at][0].saves[0], batches=1, losses=1)
         early, late = replace(entry(SAVED_AT), states={}), replace(entry(SAVED_AT), losses=1)
         entries = (*runs[at][0].entries[:1], replace(early, rows=SAVED_AT - 1), early, late)
-        runs[at][0] = replace(runs[at][0], saves=(save,), entries=entries)
-    assert verdict(runs).differences == ()
+        runs[at][0] = replace(altered(runs[at][0], 4, longer), saves=(save,), entries=entries)
+    assert compare(*runs).differences == ()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +278,7 @@ def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words:
     runs = three(2)
     samples = ("s7.0",) if relation is Relation.REORDERED else ("new",)
     runs[2][0] = altered(runs[2][0], 5, lambda one: replace(one, batches=(Batch(other, samples),)))
-    difference = verdict(runs).differences[0]
+    difference = compare(*runs).differences[0]
     assert difference.relation is relation
     assert difference.words.endswith(words)
 
@@ -311,7 +290,7 @@ def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words:
 def test_a_run_of_another_length(last: int, words: str) -> None:
     runs = three()
     runs[2] = [run(SAVED_AT + 1, last)]
-    (difference,) = verdict(runs).differences
+    (difference,) = compare(*runs).differences
     assert words in difference.words
     assert difference.cause is not None
 
@@ -319,14 +298,14 @@ def test_a_run_of_another_length(last: int, words: str) -> None:
 def test_other_ranks() -> None:
     runs = three(2)
     runs[2].pop()
-    (difference,) = verdict(runs).differences
+    (difference,) = compare(*runs).differences
     assert difference.words == "1 rank trained (expected 2)"
 
 
 def test_a_save_by_the_clock_is_not_deterministic() -> None:
     runs = three()
     runs[1][0] = replace(runs[1][0], saves=())
-    found = verdict(runs)
+    found = compare(*runs)
     assert found.control is not None
     assert "saves after step 3" in found.control.words
 
@@ -343,17 +322,21 @@ def certificate(found: Comparison, reference: list[RankRun], **about: Any) -> An
     return certificate_of("train.py", found, reference, checkpoint="/c", guarded=False, **settings)
 
 
+def shown(made: Any) -> str:
+    return "\n".join(map(str, made.lines()))
+
+
 def test_the_certificate_says_what_was_compared() -> None:
     runs = three(2)
-    made = certificate(verdict(runs), runs[1], stopped=True)
-    first, *rest = map(str, made.lines())
+    made = certificate(compare(*runs), runs[1], stopped=True)
+    first, compared, *rest = shown(made).splitlines()
     assert (
         first == "EXACT: train.py: killed after step 3 and resumed, the run continues bit for bit"
     )
-    assert rest[0].startswith(
+    assert compared.startswith(
         "  compared: steps 4 to 8, 2 ranks: batches, learning rates, schedulers, generators"
     )
-    assert rest[1:] == [
+    assert rest == [
         f"not checked: {ATTRIBUTES}",
         "not checked: steps after 8: --steps ended the runs there",
     ]
@@ -363,24 +346,23 @@ def test_the_certificate_says_what_was_compared() -> None:
 
 def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
     runs = three()
+    passes = tuple(Pass(0, number, {"prepared": True}) for number in range(2))
     for at in (0, 1, 2):
-        runs[at][0] = replace(
-            runs[at][0], passes=(Pass(0, 0, {"prepared": True}), Pass(0, 1, {"prepared": True}))
-        )
-    runs[2][0] = altered(
-        runs[2][0],
-        4,
-        lambda one: replace(
-            one, batches=(Batch({"x": "x1.0", "at": "at1.0"}),), losses=(Loss("7", {}),)
-        ),
-    )
-    made = certificate(verdict(runs), runs[1])
-    shown = "\n".join(map(str, made.lines()))
+        runs[at][0] = replace(runs[at][0], passes=passes)
+    other: dict[str, Any] = {
+        "batches": (Batch({"x": "x1.0", "at": "at1.0"}),),
+        "losses": (Loss("7", {}),),
+    }
+    runs[2][0] = altered(runs[2][0], 4, lambda one: replace(one, **other))
+    made = certificate(compare(*runs), runs[1])
     assert made.status == 1
-    assert "step 4: batch: the uninterrupted run used this batch at step 1" in shown
-    assert "    cause: the script does not skip the batches used before the save" in shown
-    assert "    change: loader = accelerator.skip_first_batches(loader, n)" in shown
-    assert "also different: losses from step 4" in shown
+    for words in (
+        "step 4: batch: the uninterrupted run used this batch at step 1",
+        "    cause: the script does not skip the batches used before the save",
+        "    change: loader = accelerator.skip_first_batches(loader, n)",
+        "also different: losses from step 4",
+    ):
+        assert words in shown(made)
     assert made.as_json()["differences"][0]["code"] == "not-skipped"
     page = html_page(made)
     assert page.count('class="apart first"') == 2  # the legend and the one cell
@@ -390,14 +372,14 @@ def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
 def test_the_certificate_of_a_run_that_is_not_deterministic() -> None:
     runs = three()
     runs[1][0] = altered(runs[1][0], 2, with_other("loss"))
-    made = certificate(verdict(runs), runs[1])
+    made = certificate(compare(*runs), runs[1])
     assert made.status == 2
-    shown = "\n".join(map(str, made.lines()))
-    assert shown.startswith("NOT DETERMINISTIC: train.py: two uninterrupted runs already differ")
-    assert "step 2: loss: 9 (expected 0.2)" in shown
+    begins = "NOT DETERMINISTIC: train.py: two uninterrupted runs already differ"
+    assert shown(made).startswith(begins)
+    assert "step 2: loss: 9 (expected 0.2)" in shown(made)
 
 
-EVIDENCE: dict[str, Evidence] = {
+EVIDENCE = {
     "stateful-one-file": Evidence("batch", world=2, before={"stateful": True, "dispatched": True}),
     "scaler-stepped": Evidence("scaler", saved={"distributed": "FSDP"}),
     "generators-not-loaded": Evidence("generators", was_loaded=False),
@@ -455,16 +437,14 @@ def test_what_the_guard_restores_of_a_trainer_is_offered(
     for at in (0, 1):
         save = replace(runs[at][0].saves[0], facts={"inside_pass": True, "trainer": True, **facts})
         runs[at][0] = replace(runs[at][0], saves=(save,))
-    runs[2][0] = altered(
-        replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),)), 4, with_other("generators")
-    )
-    shown = "\n".join(map(str, certificate(verdict(runs), runs[1]).lines()))
-    assert (
-        "cause: the Trainer restores the random states only after it has fetched batches" in shown
-    )
+    loaded = replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),))
+    runs[2][0] = altered(loaded, 4, with_other("generators"))
+    text = shown(certificate(compare(*runs), runs[1]))
+    cause = "cause: the Trainer restores the random states only after it has fetched batches"
+    assert cause in text
     offer = "or: ckptfix run SCRIPT, which saves and restores this; add --guard to prove it"
-    assert (offer in shown) is is_restored
-    assert "load_state" not in shown
+    assert (offer in text) is is_restored
+    assert "load_state" not in text
 
 
 def test_rows_of_a_file(tmp_path: Any) -> None:
@@ -492,7 +472,7 @@ def test_rows_of_a_file(tmp_path: Any) -> None:
 def test_the_keys_of_the_json_stay() -> None:
     runs = three()
     runs[2][0] = altered(runs[2][0], 5, with_other("loss"))
-    made = certificate(verdict(runs), runs[1]).as_json()
+    made = certificate(compare(*runs), runs[1]).as_json()
     assert list(made) == [
         "script", "verdict", "saved_at", "checkpoint", "ranks", "steps", "states", "differences",
         "first_steps", "not_compared", "versions", "guarded", "seconds", "kept", "commands",
@@ -505,34 +485,30 @@ def test_the_keys_of_the_json_stay() -> None:
 
 def test_a_rank_without_a_record_is_not_called_compared() -> None:
     runs = [[replace(each, world=2) for each in one] for one in three()]
-    made = certificate(verdict(runs), runs[1])
+    made = certificate(compare(*runs), runs[1])
     assert "1 rank: no optimizer step was recorded" in made.not_compared
 
 
-def test_another_checkpoint_than_the_saved_one() -> None:
+@pytest.mark.parametrize(
+    ("folder", "is_other"),
+    [("/c", False), ("relative/c/", False), ("", False), ("/older", True)],
+)
+def test_another_checkpoint_than_the_saved_one(folder: str, is_other: bool) -> None:
     runs = three()
-    runs[2][0] = altered(runs[2][0], 4, with_other("batch"))
-    for folder, code in (
-        ("/c", None),
-        ("relative/c/", None),
-        ("", None),
-        ("/older", "other-checkpoint"),
-    ):
-        runs[2][0] = replace(runs[2][0], loads=(Load(0, folder),))
-        cause = verdict(runs).differences[0].cause
-        assert (cause.code if cause and cause.code == "other-checkpoint" else None) == code
+    loaded = replace(runs[2][0], loads=(Load(0, folder),))
+    runs[2][0] = altered(loaded, 4, with_other("batch"))
+    cause = compare(*runs).differences[0].cause
+    assert (cause is not None and cause.code == "other-checkpoint") == is_other
 
 
 def test_what_a_recorder_could_not_see_is_said() -> None:
     runs = three()
-    runs[1][0] = replace(
-        runs[1][0], notes=("sampled", "tensors of type Odd: their bytes cannot be read")
-    )
-    made = certificate(verdict(runs), runs[1])
-    assert made.not_compared == (
+    odd = "tensors of type Odd: their bytes cannot be read"
+    runs[1][0] = replace(runs[1][0], notes=("sampled", odd))
+    assert certificate(compare(*runs), runs[1]).not_compared == (
         ATTRIBUTES,
         "every byte of large tensors: only evenly spaced blocks and the sum of all bits were compared",
-        "tensors of type Odd: their bytes cannot be read",
+        odd,
     )
 
 

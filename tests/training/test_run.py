@@ -82,6 +82,23 @@ def test_a_script_behind_a_link(project: Path) -> None:
     assert run(*RUN, "link.py", cwd=project).stdout == expected.stdout != ""
 
 
+CHAINED = """
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    raise ValueError('chained') from error
+"""
+INNER = """
+def inner():
+    raise OSError
+try:
+    inner()
+except OSError:
+    raise TypeError
+"""
+HOOK = "import sys; sys.excepthook = lambda *a: print(a[0], a[2].tb_lineno)\n\nraise KeyError"
+
+
 @pytest.mark.parametrize(
     ("text", "status"),
     [
@@ -93,36 +110,15 @@ def test_a_script_behind_a_link(project: Path) -> None:
         ("import click; raise click.UsageError('no')", 1),
         ("raise KeyboardInterrupt", -signal.SIGINT),
         ("this is no python", 1),
-        (
-            (
-                "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise "
-                "ValueError('chained') from error"
-            ),
-            1,
-        ),
-        (
-            (
-                "def inner():\n    raise OSError\ntry:\n    inner()\nexcept OSError:\n    raise "
-                "TypeError"
-            ),
-            1,
-        ),
-        (
-            (
-                "import sys; sys.excepthook = lambda *a: print(a[0], a[2].tb_lineno)\n\nraise "
-                "KeyError"
-            ),
-            1,
-        ),
+        (CHAINED, 1),
+        (INNER, 1),
+        (HOOK, 1),
         ("pass", 0),
     ],
 )
 def test_exceptions_and_statuses_go_through(text: str, status: int, project: Path) -> None:
-    text = (
-        f"import atexit; atexit.register(print, 'ended', flush=True)\n{text}"
-        if "python" not in text
-        else text
-    )
+    if "python" not in text:
+        text = f"import atexit; atexit.register(print, 'ended', flush=True)\n{text}"
     name = script(project, text)
     expected, found = run(sys.executable, name, cwd=project), run(*RUN, name, cwd=project)
     assert found.returncode == expected.returncode == status
@@ -177,31 +173,19 @@ def test_the_guard_is_on(project: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    one_of(
-        [
-            ("torchrun", "--standalone", "--nproc_per_node", "2", "--module"),
-            (
-                "accelerate",
-                "launch",
-                "--multi_gpu",
-                "--num_processes",
-                "2",
-                "--num_machines",
-                "1",
-                "-m",
-            ),
-        ]
-    ),
-    ids=lambda launcher: launcher[0],
-)
-def test_two_processes(launcher: tuple[str, ...], project: Path) -> None:
-    name = script(project, REPREPARES)
-    command = [str(BINARIES / launcher[0]), *launcher[1:], "ckptfix", "run", name, "--lr", "1"]
+LAUNCHERS = (
+    "torchrun --standalone --nproc_per_node 2 --module",
     # accelerate starts several processes for GPUs alone (or through MPI); what it starts may still
     # use the CPU.
-    found = run(*command, cwd=project)
+    "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 -m",
+)
+
+
+@pytest.mark.parametrize("launcher", one_of(LAUNCHERS), ids=lambda launcher: launcher.split()[0])
+def test_two_processes(launcher: str, project: Path) -> None:
+    name = script(project, REPREPARES)
+    command = [str(BINARIES / launcher), "ckptfix run", name, "--lr 1"]
+    found = run(*" ".join(command).split(), cwd=project)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "2 ['--lr', '1'] (1, 1) True\n" * 2, found.stderr
     assert found.stderr.count("UserWarning: prepare()") == 2

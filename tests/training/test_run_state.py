@@ -97,6 +97,21 @@ def test_a_run_state_of_0_5_0_is_read(tmp_path: Path) -> None:
         assert Run().resume(tmp_path / "c") == expected
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return a checkpoint that was saved after batch 4 of 6."""
+    Run().save_at(tmp_path / "c", 4)
+    return tmp_path / "c"
+
+
+def heard(load: Callable[[], object]) -> list[str]:
+    """Return the warnings of a load."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load()
+    return [str(one.message) for one in said]
+
+
 @pytest.mark.parametrize("at", [1, 4, 6, 8, 12])
 def test_a_run_on_one_process_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
     expected = Run().save_at(tmp_path / "c", at)
@@ -149,24 +164,21 @@ def test_a_run_that_is_resumed_twice_within_an_epoch_goes_on_bit_for_bit(
 
 def test_a_tolerant_load_goes_on_bit_for_bit(tmp_path: Path) -> None:
     expected = Run().save_at(tmp_path / "c", 4)
-    run = Run()
-    reports = []
-    assert (
-        run.resume(
-            tmp_path / "c", lambda path: reports.append(load_state_tolerant(run.accelerator, path))
-        )
-        == expected
-    )
+    run, reports = Run(), []
+
+    def load(path: str) -> None:
+        reports.append(load_state_tolerant(run.accelerator, path))
+
+    assert run.resume(tmp_path / "c", load) == expected
     assert reports[0].inexact == ()
     assert reports[0].as_json()["inexact"] == []
 
 
-def test_what_a_policy_ignores_stays_as_it_is(tmp_path: Path) -> None:
-    Run().save_at(tmp_path / "c", 4)
+def test_what_a_policy_ignores_stays_as_it_is(saved: Path) -> None:
     run = Run()
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    report = load_state_tolerant(run.accelerator, tmp_path / "c", policy=LoadPolicy(rng="ignore"))  # type: ignore[arg-type]
+    report = load_state_tolerant(run.accelerator, saved, policy=LoadPolicy(rng="ignore"))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     assert any("rng" in words for words in report.inexact)
 
@@ -178,22 +190,19 @@ def test_a_save_changes_nothing_that_the_run_draws(tmp_path: Path) -> None:
     assert saving.seen == without
 
 
-def test_stock_accelerate_loads_the_folder(tmp_path: Path) -> None:
-    Run().save_at(tmp_path / "c", 4)
-    assert (tmp_path / "c" / run_state_name(0)).stat().st_size < 1 << 18
+def test_stock_accelerate_loads_the_folder(saved: Path) -> None:
+    assert (saved / run_state_name(0)).stat().st_size < 1 << 18
     parsed = parse_file_name(run_state_name(0))
     assert parsed is not None
     assert parsed.role is Role.RUN_STATE
-    run = Run(accelerate.Accelerator)
-    run.accelerator.load_state(str(tmp_path / "c"))
-    assert ckptfix.check(tmp_path / "c").status == 0
+    Run(accelerate.Accelerator).accelerator.load_state(str(saved))
+    assert ckptfix.check(saved).status == 0
 
 
 def test_of_a_folder_of_stock_accelerate_the_log_says_what_is_not_exact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(accelerate.Accelerator)
-    run.save_at(tmp_path / "c", 4)
+    Run(accelerate.Accelerator).save_at(tmp_path / "c", 4)
     with caplog.at_level(logging.WARNING, "ckptfix"):
         Run().accelerator.load_state(str(tmp_path / "c"))
     assert [one.message for one in caplog.records if "not bit-exact: data order" in one.message]
@@ -212,67 +221,52 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_run_state_is_named_and_the_rest_is_loaded(tmp_path: Path, damage: str) -> None:
-    first = Run()
-    first.save_at(tmp_path / "c", 4)
-    path = tmp_path / "c" / run_state_name(0)
+def test_a_damaged_run_state_is_named_and_the_rest_is_loaded(saved: Path, damage: str) -> None:
+    path = saved / run_state_name(0)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     run = Run()
     with pytest.warns(UserWarning, match=r"not bit-exact: run_state_0\.pt"):
-        run.accelerator.load_state(str(tmp_path / "c"))
+        run.accelerator.load_state(str(saved))
     assert run.optimizer.state_dict()["state"]
 
 
+@pytest.mark.parametrize(
+    "value", ["of another kind", None, [{"x": 1}]], ids=["text", "none", "list"]
+)
 @pytest.mark.parametrize("field", ["version", "loaders", "random", "custom", "world", "parameters"])
-def test_a_run_state_of_another_kind_never_fails_a_load(tmp_path: Path, field: str) -> None:
-    Run().save_at(tmp_path / "c", 4)
-    path = tmp_path / "c" / run_state_name(0)
-    state = torch.load(path, weights_only=True)
-    for value in ("of another kind", None, [{"x": 1}]):
-        torch.save({**state, field: value}, path)
-        run = Run()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            run.accelerator.load_state(str(tmp_path / "c"))
-        if field in ("version", "random", "world"):
-            assert any("not bit-exact" in str(one.message) for one in said), value
+def test_a_run_state_of_another_kind_never_fails_a_load(
+    saved: Path, field: str, value: object
+) -> None:
+    state = torch.load(saved / run_state_name(0), weights_only=True)
+    torch.save({**state, field: value}, saved / run_state_name(0))
+    said = heard(lambda: Run().accelerator.load_state(str(saved)))
+    if field in ("version", "random", "world"):
+        assert any("not bit-exact" in words for words in said)
 
 
 def test_a_state_that_is_not_what_was_loaded_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Run().save_at(tmp_path / "c", 4)
     run = Run()
     monkeypatch.setattr(type(run.scheduler), "load_state_dict", lambda self, state: None)
-    with pytest.warns(
-        UserWarning, match="unprepared scheduler: after loading, it differs from the checkpoint"
-    ):
-        run.accelerator.load_state(str(tmp_path / "c"))
+    said = "unprepared scheduler: after loading, it differs from the checkpoint"
+    with pytest.warns(UserWarning, match=said):
+        run.accelerator.load_state(str(saved))
 
 
-def test_a_script_that_skips_nothing_is_warned_once(tmp_path: Path) -> None:
-    Run().save_at(tmp_path / "c", 4)
+def test_a_script_that_skips_nothing_is_warned_once(saved: Path) -> None:
     run = Run()
-    run.accelerator.load_state(str(tmp_path / "c"))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for batch in run.loader:
-            run.train(batch)
-    assert ["batches 1 to 4 of this pass are used again" in str(one.message) for one in said] == [
-        True
-    ]
+    run.accelerator.load_state(str(saved))
+    (said,) = heard(lambda: list(map(run.train, run.loader)))
+    assert "batches 1 to 4 of this pass are used again" in said
 
 
-def test_other_data_are_named(tmp_path: Path) -> None:
-    Run().save_at(tmp_path / "c", 4)
+def test_other_data_are_named(saved: Path) -> None:
     run = Run()
     run.accelerator._dataloaders.clear()
     run.accelerator.prepare(DataLoader(TensorDataset(torch.zeros(30, 4)), batch_size=2))
-    with pytest.warns(
-        UserWarning,
-        match=r"expected TensorDataset of 12, found TensorDataset of 30",
-    ):
-        run.accelerator.load_state(str(tmp_path / "c"))
+    with pytest.warns(UserWarning, match="expected TensorDataset of 12, found TensorDataset of 30"):
+        run.accelerator.load_state(str(saved))
 
 
 def test_only_prepared_loaders_can_go_on(tmp_path: Path) -> None:
@@ -285,17 +279,10 @@ def test_only_prepared_loaders_can_go_on(tmp_path: Path) -> None:
 
 
 def test_gradients_of_a_cut_accumulation_are_in_the_file(tmp_path: Path) -> None:
-    def run() -> Run:
-        return Run(gradient_accumulation_steps=3)
-
-    expected = run().save_at(tmp_path / "c", 4)
-    assert set(run_state.read(tmp_path / "c", 0)["gradients"]) == {
-        "0.0.weight",
-        "0.0.bias",
-        "0.2.weight",
-        "0.2.bias",
-    }
-    assert run().resume(tmp_path / "c") == expected
+    expected = Run(gradient_accumulation_steps=3).save_at(tmp_path / "c", 4)
+    names = {f"0.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")}
+    assert set(run_state.read(tmp_path / "c", 0)["gradients"]) == names
+    assert Run(gradient_accumulation_steps=3).resume(tmp_path / "c") == expected
 
 
 class Headed(torch.nn.Module):  # type: ignore[misc]
@@ -347,30 +334,26 @@ def no_gradients(number: int, why: str, effect: str = "a new accumulation starts
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("optimizers", ["ignore", "require"])
-def test_a_model_that_the_policy_ignores_gets_no_gradients(tmp_path: Path, optimizers: str) -> None:
-    """The symptom: the next step of a new model used the old model's gradients."""
-    save_a_cut_accumulation(tmp_path / "c", Headed())
-    accelerator, _ = prepared_run(Headed())
-    policy = LoadPolicy(models="ignore", optimizers=optimizers)  # type: ignore[arg-type]
-    report = load_state_tolerant(accelerator, tmp_path / "c", policy=policy)
-    assert not gradients_of(accelerator)
-    assert (accelerator.step, accelerator.sync_gradients) == (0, True)
-    assert report.inexact[-1] == no_gradients(0, "the model was not restored in full")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("models", ["warn", "partial"])
-def test_a_model_with_another_head_gets_no_gradients(tmp_path: Path, models: str) -> None:
-    """The symptom: torch refused one gradient, when others were set already, and all that a run
-    state restores after them was left out.
-    """
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [
+        # The next step of a new model used the old model's gradients.
+        (2, {"models": "ignore", "optimizers": "ignore"}),
+        (2, {"models": "ignore", "optimizers": "require"}),
+        # torch refused the gradient of the head when others were set already, and all that a run
+        # state restores after the gradients was left out.
+        (5, {"models": "warn", "optimizers": "warn"}),
+        (5, {"models": "partial", "optimizers": "warn"}),
+    ],
+)
+def test_a_model_that_is_not_restored_gets_no_gradients(
+    tmp_path: Path, size: int, policy: dict[str, Any]
+) -> None:
     save_a_cut_accumulation(tmp_path / "c", Headed())
     random_state = torch.get_rng_state()
-    accelerator, _ = prepared_run(Headed(5))
+    accelerator, _ = prepared_run(Headed(size))
     torch.manual_seed(5)
-    policy = LoadPolicy(models=models, optimizers="warn")  # type: ignore[arg-type]
-    report = load_state_tolerant(accelerator, tmp_path / "c", policy=policy)
+    report = load_state_tolerant(accelerator, tmp_path / "c", policy=LoadPolicy(**policy))
     assert not gradients_of(accelerator)
     assert (accelerator.step, accelerator.sync_gradients) == (0, True)
     assert report.inexact[-1] == no_gradients(0, "the model was not restored in full")
@@ -399,36 +382,33 @@ def test_of_two_models_the_restored_one_gets_its_gradients(
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("name", "gradient", "why"),
     [
         (
-            lambda gradients: {**gradients, "0.head.bias": torch.ones(7)},
+            "head.bias",
+            torch.ones(7),
             "the gradient of 'head.bias' has shape [7] in the checkpoint, expected [2]",
         ),
         (
-            lambda gradients: {**gradients, "0.head.bias": torch.ones(2).double()},
+            "head.bias",
+            torch.ones(2).double(),
             "the gradient of 'head.bias' has dtype torch.float64 in the checkpoint, expected "
             "torch.float32",
         ),
-        (
-            lambda gradients: {**gradients, "0.tail.bias": torch.ones(2)},
-            "this run has no such parameter: 'tail.bias'",
-        ),
+        ("tail.bias", torch.ones(2), "this run has no such parameter: 'tail.bias'"),
     ],
+    ids=["shape", "dtype", "name"],
 )
 def test_gradients_that_do_not_fit_are_left_out_of_a_stock_load(
-    tmp_path: Path, change: Callable[[Any], Any], why: str
+    tmp_path: Path, name: str, gradient: torch.Tensor, why: str
 ) -> None:
     save_a_cut_accumulation(tmp_path / "c", Headed())
-    path = tmp_path / "c" / run_state_name(0)
     state = run_state.read(tmp_path / "c", 0)
-    torch.save({**state, "gradients": change(state["gradients"])}, path)
+    gradients = {**state["gradients"], f"0.{name}": gradient}
+    torch.save({**state, "gradients": gradients}, tmp_path / "c" / run_state_name(0))
     accelerator, _ = prepared_run(Headed())
-    with pytest.warns(UserWarning, match="not bit-exact") as said:
-        accelerator.load_state(str(tmp_path / "c"))
-    assert [str(one.message) for one in said] == [
-        f"{tmp_path / 'c'}: not bit-exact: {no_gradients(0, why)}"
-    ]
+    (said,) = heard(lambda: accelerator.load_state(str(tmp_path / "c")))
+    assert said == f"{tmp_path / 'c'}: not bit-exact: {no_gradients(0, why)}"
     assert not gradients_of(accelerator)
     assert (accelerator.step, accelerator.sync_gradients) == (0, True)
 
@@ -455,19 +435,13 @@ def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> Non
     def work(rank: int) -> None:
         accelerate.state.AcceleratorState._reset_state(True)
         run = Run()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            run.accelerator.load_state(str(tmp_path / "c"))
-        words = [str(one.message) for one in said]
+        said = heard(lambda: run.accelerator.load_state(str(tmp_path / "c")))
         assert run.accelerator.step == 0
-        assert any("not bit-exact: saved with 1 process, now 2" in one for one in words) == (
-            rank == 0
-        ), words
+        is_said = any("not bit-exact: saved with 1 process, now 2" in words for words in said)
+        assert is_said == (rank == 0), said
         seeds = (torch.initial_seed(), random.random(), float(np.random.rand()))
-        torch.save(
-            (len(list(run.accelerator.resume_dataloader(run.loader))), seeds),
-            tmp_path / f"{rank}.pt",
-        )
+        rest = list(run.accelerator.resume_dataloader(run.loader))
+        torch.save((len(rest), seeds), tmp_path / f"{rank}.pt")
 
     assert run_ranks(2, work) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
@@ -556,19 +530,15 @@ def test_a_run_state_is_left_out_when_accelerate_alone_saved_over_its_checkpoint
     Run().save_at(folder, 2)
     Run(accelerate.Accelerator).save_at(folder, 4)
     assert (folder / run_state_name(0)).exists()
-
     stock, guarded = Run(accelerate.Accelerator), Run()
     stock.accelerator.load_state(str(folder))
     expected = torch.rand(3).tolist()
-    load = (
-        partial(load_state_tolerant, guarded.accelerator)
-        if is_tolerant
-        else guarded.accelerator.load_state
-    )
     said = (
         r"\w+\.(bin|pkl) has changed since run_state_0\.pt was written, for example by a save "
         r"without ckptfix or a copy; run_state_0\.pt was ignored"
     )
+    tolerant = partial(load_state_tolerant, guarded.accelerator)
+    load = tolerant if is_tolerant else guarded.accelerator.load_state
     with pytest.warns(UserWarning, match=said):
         load(str(folder))
     assert torch.rand(3).tolist() == expected

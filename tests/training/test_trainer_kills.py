@@ -3,9 +3,6 @@ to the same end.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,8 @@ import pytest
 
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
 from tests.sampling import one_of
+from tests.training.rank_cases import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv/transformers-4.44"
 """Where the oldest transformers that is supported was installed; without it the tests of it are
 skipped.
@@ -31,24 +28,13 @@ switch for it.
 def sweep(
     folder: Path, processes: int, victim: int, environment: dict[str, str], stage: int = 0
 ) -> list[dict[str, Any]]:
-    module = ["-m", "tests.training.trainer_kills"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            *module,
-            str(folder),
-            *map(str, (processes, victim, stage)),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+    printed = run_python(
+        *("-W", "ignore", "-m", "tests.training.trainer_kills", str(folder)),
+        *map(str, (processes, victim, stage)),
+        variables={"HF_HUB_OFFLINE": "1", **environment},
         timeout=3000,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ go on in silence.
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ckptfix.training import LoadPolicy, Requirement
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import capture
+from tests.training.rank_cases import ROOT, run_python
 from tests.training.trainer_kills import build, losses, transformers
 
 pytestmark = [
@@ -40,21 +39,23 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the checkpoints of a guarded run, which the first test that needs it makes."""
-    return tmp_path_factory.mktemp("ours") / "run"
+    """A folder with the checkpoints of a guarded run."""
+    folder = tmp_path_factory.mktemp("ours")
+    patch_accelerate()
+    build(folder, [], save_total_limit=None).train()
+    unpatch_accelerate()
+    return folder
 
 
 @pytest.fixture(params=["stock", "ours"])
-def run(
-    request: pytest.FixtureRequest, stock: Any, ours: Path, tmp_path: Path
-) -> tuple[Path, dict[str, Any]]:
-    folder, expected = stock
-    if request.param == "ours":
-        folder = ours
-        if not ours.exists():
-            build(ours, [], save_total_limit=None).train()
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    return tmp_path, expected
+def run(request: pytest.FixtureRequest, stock: Any, ours: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoints of either run."""
+    made = stock[0] if request.param == "stock" else ours
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+of_stock = pytest.mark.parametrize("run", ["stock"], indirect=True)
 
 
 WEIGHTS = "model.safetensors"
@@ -65,44 +66,49 @@ def in_words(name: str) -> str:
     return f"{name}|no model weights" if name == WEIGHTS else name
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["gone", "half"])
+def damage(checkpoint: Path, name: str, *, is_cut: bool) -> str:
+    """Remove a file, or cut it; return what is said of it."""
+    data = (checkpoint / name).read_bytes()
+    (checkpoint / name).unlink()
+    if is_cut:
+        (checkpoint / name).write_bytes(data[: len(data) // 2])
+    return rf"chose checkpoint-4 and passed over {checkpoint.name}: .*({in_words(name)})"
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["gone", "half"])
 @pytest.mark.parametrize("name", HALVES)
-def test_the_newest_complete_one_is_taken(run: Any, name: str, cut: bool) -> None:
-    folder, expected = run
-    shutil.rmtree(folder / "checkpoint-8")
-    broken = folder / "checkpoint-6" / name
-    data = broken.read_bytes()
-    broken.unlink()
-    if cut:
-        broken.write_bytes(data[: len(data) // 2])
-    said = rf"chose checkpoint-4 and passed over checkpoint-6: .*({in_words(name)})"
-    with pytest.warns(UserWarning, match=said):
-        last = transformers.trainer.get_last_checkpoint(folder)
-    assert last == str(folder / "checkpoint-4")
-    trainer = build(folder, [])
-    with pytest.warns(UserWarning, match=said):
+def test_the_newest_complete_one_is_named(run: Path, name: str, is_cut: bool) -> None:
+    shutil.rmtree(run / "checkpoint-8")
+    with pytest.warns(UserWarning, match=damage(run / "checkpoint-6", name, is_cut=is_cut)):
+        last = transformers.trainer.get_last_checkpoint(run)
+    assert last == str(run / "checkpoint-4")
+
+
+def test_the_newest_complete_one_is_taken(run: Path, stock: Any) -> None:
+    shutil.rmtree(run / "checkpoint-8")
+    trainer = build(run, [])
+    with pytest.warns(UserWarning, match=damage(run / "checkpoint-6", WEIGHTS, is_cut=True)):
         trainer.train(resume_from_checkpoint=True)
-    assert losses(trainer) == expected
+    assert losses(trainer) == stock[1]
 
 
-def test_the_highest_number_of_an_older_run_is_not_taken(run: Any) -> None:
-    folder, _ = run
+def test_the_highest_number_of_an_older_run_is_not_taken(run: Path) -> None:
     with pytest.warns(UserWarning, match="contains checkpoint-8 from another run"):
-        build(folder, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
+        build(run, [], max_steps=4, learning_rate=1e-2, save_total_limit=None).train()
     said = (
         r"checkpoint-8 and checkpoint-4 come from different runs .*next:"
         r" trainer.train\(resume_from_checkpoint='"
     )
     with pytest.raises(UsageError, match=said):
-        transformers.trainer.get_last_checkpoint(folder)
+        transformers.trainer.get_last_checkpoint(run)
     with pytest.raises(UsageError, match=said):
-        build(folder, []).train(resume_from_checkpoint=True)
-    resumed = build(folder, [], max_steps=5, learning_rate=1e-2, save_strategy="no")
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        build(run, []).train(resume_from_checkpoint=True)
+    resumed = build(run, [], max_steps=5, learning_rate=1e-2, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert len(losses(resumed)) == 5
     for number in (2, 4):
-        os.utime(folder / f"checkpoint-{number}/trainer_state.json", (1e9, 1e9))
-    assert transformers.trainer.get_last_checkpoint(folder) == str(folder / "checkpoint-8")
+        os.utime(run / f"checkpoint-{number}/trainer_state.json", (1e9, 1e9))
+    assert transformers.trainer.get_last_checkpoint(run) == str(run / "checkpoint-8")
 
 
 def test_weights_of_which_the_model_takes_none_are_refused(stock: Any, tmp_path: Path) -> None:
@@ -121,51 +127,50 @@ def test_weights_of_which_the_model_takes_none_are_refused(stock: Any, tmp_path:
     assert losses(trainer) == expected
 
 
+@of_stock
 @pytest.mark.parametrize("name", HALVES)
-def test_an_incomplete_path_is_refused(run: Any, name: str) -> None:
-    folder, _ = run
-    (folder / "checkpoint-6" / name).unlink()
-    trainer = build(folder, [])
-    with pytest.raises(
-        UsageError,
-        match=f"cannot resume from .*checkpoint-6: .*({in_words(name)}).*/checkpoint-8', which is",
-    ):
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-6/")
+def test_an_incomplete_path_is_refused(run: Path, name: str) -> None:
+    (run / "checkpoint-6" / name).unlink()
+    said = f"cannot resume from .*checkpoint-6: .*({in_words(name)}).*/checkpoint-8', which is"
+    trainer = build(run, [])
+    with pytest.raises(UsageError, match=said):
+        trainer.train(resume_from_checkpoint=f"{run}/checkpoint-6/")
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@of_stock
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("optimizer.pt", "optimizers"), ("scheduler.pt", "schedulers"), ("rng_state.pth", "rng")],
+)
 def test_what_is_missing_may_be_allowed(
-    run: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, name: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = run
-    shutil.rmtree(folder / "checkpoint-8")
-    (folder / "checkpoint-6" / name).unlink()
-    given = str(folder / "checkpoint-6")
+    shutil.rmtree(run / "checkpoint-8")
+    (run / "checkpoint-6" / name).unlink()
+
+    def resume(path: str | bool = str(run / "checkpoint-6")) -> None:
+        build(run, [], save_strategy="no").train(resume_from_checkpoint=path)
+
     with pytest.raises(UsageError, match=r"missing_states='warn'|--missing-states warn"):
-        build(folder, []).train(resume_from_checkpoint=given)
+        resume()
     patch_accelerate(missing_states="warn")
     with pytest.warns(UserWarning, match=f"not bit-exact: {name} is missing"):
-        build(folder, [], save_strategy="no").train(resume_from_checkpoint=given)
+        resume()
     strict = LoadPolicy(rng=Requirement.REQUIRE)
-    policies = {
-        "optimizer.pt": replace(strict, optimizers=Requirement.IGNORE),
-        "scheduler.pt": replace(strict, schedulers=Requirement.IGNORE),
-        "rng_state.pth": replace(strict, rng=Requirement.IGNORE),
-    }
-    patch_accelerate(missing_states=policies[name])
-    build(folder, [], save_strategy="no").train(resume_from_checkpoint=True)
+    patch_accelerate(missing_states=replace(strict, **{part: Requirement.IGNORE}))
+    resume(True)
     patch_accelerate(missing_states=strict)
     with pytest.raises(UsageError, match=name):
-        build(folder, []).train(resume_from_checkpoint=given)
+        resume()
     monkeypatch.setenv("CKPTFIX_MISSING_STATES", "ignore")
     patch_accelerate()
-    build(folder, [], save_strategy="no").train(resume_from_checkpoint=given)
+    resume()
     monkeypatch.setenv("CKPTFIX_MISSING_STATES", "wran")
     with pytest.raises(UsageError, match="CKPTFIX_MISSING_STATES='wran': expected"):
         patch_accelerate()
 
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "one epoch": {},
     "accumulation": {"gradient_accumulation_steps": 3},
     "workers": {"dataloader_num_workers": 2},
@@ -202,12 +207,7 @@ def test_data_that_are_drawn_at_random_go_on_as_well(
 def test_between_epochs_a_run_state_of_0_5_0_leaves_the_generators_to_the_file_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {
-        "augment": True,
-        "dataloader_num_workers": 0,
-        "max_steps": 40,
-        "save_steps": 32,
-    }
+    given: dict[str, Any] = {**RUNS["at the end of an epoch"], "augment": True}
     # 0.5.0 recorded them at the beginning of a save, so before what a method of the Trainer drew in
     # it.
     torch.manual_seed(123)
@@ -264,22 +264,20 @@ def test_another_number_of_processes_is_said(stock: Any, tmp_path: Path) -> None
 
 
 def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
-    assert transformers.trainer.get_last_checkpoint(str(tmp_path)) is None
+    last = transformers.trainer.get_last_checkpoint
+    assert last(str(tmp_path)) is None
     with pytest.raises(ValueError, match="No valid checkpoint"):
         build(tmp_path, []).train(resume_from_checkpoint=True)
     with pytest.raises(FileNotFoundError):
-        transformers.trainer.get_last_checkpoint(str(tmp_path / "none"))
+        last(str(tmp_path / "none"))
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4/model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        UsageError, match=r"no complete checkpoint in .*checkpoint-4.*next: ckptfix check -r"
-    ):
-        transformers.trainer.get_last_checkpoint(str(tmp_path))
-    trainer = build(tmp_path / "new", [])
+    said = r"no complete checkpoint in .*checkpoint-4.*next: ckptfix check -r"
+    with pytest.raises(UsageError, match=said):
+        last(str(tmp_path))
+    trainer = build(tmp_path / "new", [], max_steps=2)
     trainer.train(resume_from_checkpoint=False)
-    trainer = build(tmp_path / "newer", [])
-    trainer.train()
-    assert len(losses(trainer)) == 8
+    assert len(losses(trainer)) == 2
 
 
 def test_the_patch_is_undone(tmp_path: Path) -> None:
@@ -329,19 +327,12 @@ WITHOUT = "import sys, accelerate; assert 'transformers' not in sys.modules"
 
 
 @pytest.mark.parametrize(
-    ("code", "is_run"),
-    [(BEFORE, False), (UNDER_RUN, True), (WITHOUT, True)],
+    ("code", "command"),
+    [(BEFORE, ()), (UNDER_RUN, ("-m", "ckptfix", "run")), (WITHOUT, ("-m", "ckptfix", "run"))],
     ids=["patch", "run", "without"],
 )
 def test_transformers_is_patched_when_the_script_imports_it(
-    tmp_path: Path, code: str, is_run: bool
+    tmp_path: Path, code: str, command: tuple[str, ...]
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    command = [sys.executable, *(("-m", "ckptfix", "run") if is_run else ()), str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200,
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "script.py").write_text(code)
+    run_python(*command, str(tmp_path / "script.py"), variables={"PYTHONPATH": str(ROOT)})

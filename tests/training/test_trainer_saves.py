@@ -28,29 +28,39 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def problems(folder: Path) -> list[str | None]:
+    return [one.problem for one in candidates(folder, TRAINER)]
+
+
+def stock(output: Path, callbacks: list[Any], **arguments: Any) -> Any:
+    """Train without the guard."""
+    unpatch_accelerate()
+    trainer = build(output, callbacks, **arguments)
+    trainer.train()
+    patch_accelerate()
+    return trainer
+
+
 def state_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
     return state
 
 
 def test_a_save_has_all_files_of_a_stock_save_and_a_manifest(tmp_path: Path) -> None:
-    unpatch_accelerate()
-    build(tmp_path / "stock", []).train()
-    patch_accelerate()
+    stock(tmp_path / "stock", [])
     build(tmp_path / "guarded", []).train()
-    assert (
-        names(tmp_path / "guarded") == names(tmp_path / "stock") == ["checkpoint-6", "checkpoint-8"]
-    )
-    stock, made = tmp_path / "stock/checkpoint-8", tmp_path / "guarded/checkpoint-8"
-    assert names(made) == sorted([".ckptfix", "run_state_0.pt", *names(stock)])
+    for name in ("guarded", "stock"):
+        assert names(tmp_path / name) == ["checkpoint-6", "checkpoint-8"]
+    theirs, made = tmp_path / "stock/checkpoint-8", tmp_path / "guarded/checkpoint-8"
+    assert names(made) == sorted([".ckptfix", "run_state_0.pt", *names(theirs)])
     manifest = read_manifest(made)
     assert manifest is not None
-    assert sorted(manifest.files) == sorted(["run_state_0.pt", *names(stock)])
+    assert sorted(manifest.files) == sorted(["run_state_0.pt", *names(theirs)])
     assert manifest.versions["transformers"] == transformers.__version__
     assert manifest.world_size == 1
     assert [one.file for one in manifest.optimizers] == ["optimizer.pt"]
-    assert check(made).status == check(stock).status
-    first, second = state_of(stock), state_of(made)
+    assert check(made).status == check(theirs).status
+    first, second = state_of(theirs), state_of(made)
     for state in (first, second):  # times and speeds differ
         state["log_history"] = [entry.get("loss") for entry in state["log_history"]]
     assert first == second
@@ -85,31 +95,27 @@ def test_the_same_step_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(
-            "ckptfix.training.saving.staged_saves.exchange", lambda one, other: False
-        )
+        exchange = "ckptfix.training.saving.staged_saves.exchange"
+        monkeypatch.setattr(exchange, lambda one, other: False)
     trainer = build(tmp_path, [Adds()])
     trainer.train()
     made = tmp_path / "checkpoint-8"
-    (made / "rng_state_3.pth").write_bytes(b"of more processes")
-    (made / "model-00001-of-00002.safetensors").write_bytes(b"of another model")
-    (made / "config.json").write_text("old")
+    strays = ("rng_state_3.pth", "model-00001-of-00002.safetensors")
+    for name in (*strays, "config.json"):
+        (made / name).write_text("old")
     trainer._save_checkpoint(trainer.model, None)
     assert (made / "notes/mine.txt").read_text() == "8"
-    assert not (made / "rng_state_3.pth").exists()
-    assert not (made / "model-00001-of-00002.safetensors").exists()
+    assert not any((made / name).exists() for name in strays)
     assert (made / "config.json").read_text() != "old"
-    assert candidates(tmp_path, TRAINER)[0].problem is None
+    assert problems(tmp_path)[0] is None
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_a_stock_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    unpatch_accelerate()
-    build(tmp_path, [Adds()]).train()
+    stock(tmp_path, [Adds()])
     (tmp_path / "checkpoint-8/trainer_state.json").unlink()
-    patch_accelerate()
     build(tmp_path, []).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert candidates(tmp_path, TRAINER)[0].problem is None
+    assert problems(tmp_path)[0] is None
     assert (tmp_path / "checkpoint-8/notes/mine.txt").read_text() == "8"
 
 
@@ -137,15 +143,19 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert trainer._get_output_dir(None) == str(tmp_path)
 
 
-def best_of(tmp_path: Path, scores: list[float], **arguments: Any) -> Any:
+def scoring(scores: list[float], limit: int) -> dict[str, Any]:
+    """Return the arguments of a run whose evaluations have these scores."""
+    left = list(scores)
+
     class Scores(transformers.TrainerCallback):  # type: ignore[misc]
         def on_evaluate(self, a: Any, s: Any, c: Any, metrics: dict[str, float], **_: Any) -> None:
-            metrics["eval_score"] = scores.pop(0)
+            metrics["eval_score"] = left.pop(0)
 
-    return build(
-        tmp_path, [Scores()], metric_for_best_model="score", greater_is_better=True,
-        load_best_model_at_end=True, eval_steps=2, eval_strategy="steps", **arguments,
-    )  # fmt: skip
+    return {
+        "callbacks": [Scores()], "metric_for_best_model": "score", "greater_is_better": True,
+        "load_best_model_at_end": True, "eval_steps": 2, "eval_strategy": "steps",
+        "save_total_limit": limit,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -153,35 +163,23 @@ def best_of(tmp_path: Path, scores: list[float], **arguments: Any) -> Any:
     [
         ([1.0, 4.0, 2.0, 3.0], 2, [4, 8], 4),
         ([1.0, 2.0, 3.0, 4.0], 2, [6, 8], 8),
-        (
-            [4.0, 1.0, 2.0, 3.0],
-            1,
-            [2],
-            2,
-        ),  # the Trainer itself removes the last one at the end, as it does in stock
-        ([1.0, 4.0, 2.0, 3.0], 3, [4, 6, 8], 4),
-        ([1.0, 4.0, 2.0, 3.0], None, [2, 4, 6, 8], 4),
+        # The Trainer itself removes the last one at the end, as it does in stock.
+        ([4.0, 1.0, 2.0, 3.0], 1, [2], 2),
     ],
 )
 def test_the_best_model_is_found_at_its_final_path_and_kept(
-    tmp_path: Path, scores: list[float], limit: int | None, left: list[int], best: int
+    tmp_path: Path, scores: list[float], limit: int, left: list[int], best: int
 ) -> None:
-    stock = tmp_path / "stock"
-    unpatch_accelerate()
-    reference = best_of(stock, list(scores), save_total_limit=limit)
-    reference.train()
-    patch_accelerate()
-    trainer = best_of(tmp_path / "guarded", list(scores), save_total_limit=limit)
+    theirs, ours = tmp_path / "stock", tmp_path / "guarded"
+    stock(theirs, **scoring(scores, limit))
+    trainer = build(ours, **scoring(scores, limit))
     trainer.train()
     expected = [f"checkpoint-{step}" for step in left]
-    assert names(tmp_path / "guarded") == expected == names(stock)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"guarded/checkpoint-{best}")
-    for one in candidates(tmp_path / "guarded", TRAINER):
-        said, of_stock = (
-            state_of(root / one.path.name)["best_model_checkpoint"]
-            for root in (tmp_path / "guarded", stock)
-        )
-        assert said == of_stock.replace(str(stock), str(tmp_path / "guarded"))
+    assert names(ours) == expected == names(theirs)
+    assert trainer.state.best_model_checkpoint == str(ours / f"checkpoint-{best}")
+    for name in expected:
+        said, of_stock = (state_of(root / name)["best_model_checkpoint"] for root in (ours, theirs))
+        assert said == of_stock.replace(str(theirs), str(ours))
 
 
 def test_old_checkpoints_go_by_step_and_incomplete_ones_neither_count_nor_go(
@@ -281,10 +279,9 @@ def _of_ckptfix(path: str) -> bool:
 
 def test_only_the_model(tmp_path: Path) -> None:
     build(tmp_path, [], save_only_model=True).train()
-    assert [one.problem for one in candidates(tmp_path, TRAINER)] == [None, None]
-    assert not [
-        name for name in names(tmp_path / "checkpoint-8") if name.startswith(("optimizer", "r"))
-    ]
+    assert problems(tmp_path) == [None, None]
+    there = names(tmp_path / "checkpoint-8")
+    assert not [name for name in there if name.startswith(("optimizer", "r"))]
 
 
 def test_a_subclass_rotates_by_its_own_rules(tmp_path: Path) -> None:
@@ -315,8 +312,8 @@ def test_adapters(tmp_path: Path) -> None:
     )
     trainer.args.output_dir = str(tmp_path / "out")
     trainer.train()
+    assert problems(tmp_path / "out") == [None, None]
     found = candidates(tmp_path / "out", TRAINER)
-    assert [one.problem for one in found] == [None, None]
     assert "adapter_model.safetensors" in names(on_disk(found[0].path))
     after = {name: value.clone() for name, value in model.state_dict().items() if "lora" in name}
     trainer.train(resume_from_checkpoint=str(found[1].path))
