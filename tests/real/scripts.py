@@ -88,6 +88,10 @@ class Run:
         if twice:
             self.again(scheduler)
 
+    def paced(self, kind: Callable[..., Any], *given: Any, every: int = 1, **options: Any) -> None:
+        """Prepare a scheduler of this kind for the last optimizer."""
+        self.scheduler(kind(self.optimizers[-1], *given, **options), every=every)
+
     def train(self, *models: Any, scale: float = 1.0) -> None:
         """Add the loss of each model on the batch of the step; a ``scale`` of 0 makes gradients of
         zeros.
@@ -118,6 +122,9 @@ class Run:
             "schedulers": [state_digest(scheduler.state_dict()) for scheduler in self.schedulers],
             "custom": [counter.state_dict() for counter in self.custom],
         }
+
+
+Script = Callable[[Run], Any]
 
 
 def loss_of(model: Any, scale: float, batch: torch.Tensor) -> torch.Tensor:
@@ -254,8 +261,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def gan_before_its_discriminators(run: Run) -> None:
-    net, critics = TwoLayer(), [Critic(), Critic()]
+def gan_before_its_discriminators(run: Run, kind: type[TwoLayer] = Critic) -> None:
+    net, critics = TwoLayer(), [kind(), kind()]
     generator = run.doubled(net)
     discriminators = [run.model(critic) for critic in critics]
     for model in (net, *critics):
@@ -266,13 +273,7 @@ def gan_before_its_discriminators(run: Run) -> None:
 
 
 def gan_of_one_class_before_its_discriminators(run: Run) -> None:
-    net, critics = TwoLayer(), [TwoLayer(), TwoLayer()]
-    generator = run.doubled(net)
-    discriminators = [run.model(critic) for critic in critics]
-    for model in (net, *critics):
-        run.adamw(model)
-    run.train(generator)
-    run.train(*discriminators, scale=0)
+    gan_before_its_discriminators(run, TwoLayer)
 
 
 def gan_with_schedulers_before_its_discriminators(run: Run) -> None:
@@ -307,14 +308,6 @@ def normalisers(run: Run) -> None:
     first, second = Normaliser(), Normaliser()
     two(run, first, second)
     run.after.append(lambda step: [normaliser(torch.ones(6)) for normaliser in (first, second)])
-
-
-def empty_tensors(run: Run) -> None:
-    two(run, Parameters(torch.empty(0, 6)), Parameters(torch.empty(0, 6)))
-
-
-def one_frozen_parameter(run: Run) -> None:
-    two(run, Parameters(torch.ones(())), Parameters(torch.ones(())))
 
 
 def backbone_beside_its_extractor(run: Run) -> None:
@@ -356,15 +349,6 @@ def average_of_a_generator_that_waits_for_the_first_optimizer(run: Run) -> None:
     run.train(run.model(critic))
 
 
-def fresh_layer_norms(run: Run) -> None:
-    two(run, nn.LayerNorm(6), nn.LayerNorm(6))
-
-
-def bare_and_wrapped_without_training(run: Run) -> None:
-    net = TwoLayer().requires_grad_(False)
-    two(run, net, net)
-
-
 def model_beside_its_loss(run: Run) -> None:
     net = TwoLayer()
     run.model(net)
@@ -382,71 +366,10 @@ def student(run: Run, dtype: torch.dtype, lr: float) -> None:
     run.adamw(net, lr=lr)
 
 
-def reference_beside_its_bf16_student(run: Run) -> None:
-    student(run, torch.bfloat16, 1e-6)
-
-
-def reference_beside_its_slow_student(run: Run) -> None:
-    student(run, torch.float32, 1e-12)
-
-
-def reference_beside_a_student_that_waits(run: Run) -> None:
-    student(run, torch.float32, 0.01)
-    run.scheduler(
-        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6))
-    )
-
-
-def average_until_a_delay_ends(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 6))
-    )
-
-
-def held(epoch: int, delay: int) -> float:
-    return float(epoch >= delay)
-
-
-def average_until_a_partial_ends(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], partial(held, delay=6)))
-
-
-def average_until_a_sequence_begins(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    waits = torch.optim.lr_scheduler.ConstantLR(run.optimizers[0], factor=0, total_iters=10)
-    moves = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
-    run.scheduler(
-        torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [waits, moves], milestones=[6])
-    )
-
-
-def average_after_the_first_epoch_of_a_warm_up(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    run.scheduler(warm_up(run.optimizers[0]), every=3)
-
-
 def average_until_an_unsaved_schedule_begins(run: Run) -> None:
     average(run, lambda step: 0.99, adamw)
     pace = torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch >= 3))
     run.after.append(lambda step: pace.step())
-
-
-def warm_up(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the schedule of most scripts, whose function is a partial() that leaves {} in the
-    state.
-    """
-    from transformers import get_linear_schedule_with_warmup
-
-    return get_linear_schedule_with_warmup(optimizer, 4, 100)
-
-
-def average_during_warm_up(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.1 * (epoch > 20))
-    )
 
 
 def average_with_copied_buffers_during_warm_up(run: Run) -> None:
@@ -462,58 +385,10 @@ def average_with_copied_buffers_during_warm_up(run: Run) -> None:
     run.after.append(lambda step: mean.load_state_dict(net.state_dict()))
 
 
-def average_after_the_first_step_of_a_warm_up(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: epoch / 20))
-
-
-def average_without_gradients(run: Run) -> None:
-    average(run, lambda step: 0.0, adamw, scale=0)
-
-
-def sgd_doubled(run: Run) -> None:
-    trained(run, sgd)
-
-
-def sgd_copy(run: Run) -> None:
-    average(run, lambda step: 0.0, sgd)
-
-
-def no_optimizer_doubled(run: Run) -> None:
-    run.doubled(TwoLayer())
-
-
 def no_optimizer_copy(run: Run) -> None:
     net = TwoLayer()
     run.model(net)
     run.model(DistributedDataParallel(copy.deepcopy(net)))
-
-
-def target_network(run: Run) -> None:
-    # Synchronised every third step.
-    average(run, lambda step: 0.0 if step % 3 == 0 else 1.0, adamw)
-
-
-def slow_average(run: Run) -> None:
-    average(run, lambda step: 0.99, adamw)
-
-
-def average_after_a_hard_copy(run: Run) -> None:
-    average(run, lambda step: 0.0 if step <= 3 else 0.99, adamw)
-
-
-def adamw_doubled(run: Run) -> None:
-    trained(run, adamw)
-
-
-def student_and_teacher(run: Run) -> None:
-    trained(run, adamw)
-    run.model(TwoLayer())
-
-
-def student_and_teacher_with_optimizer_twice(run: Run) -> None:
-    trained(run, adamw, twice=True)
-    run.model(TwoLayer())
 
 
 def student_and_teacher_both_twice(run: Run) -> None:
@@ -539,67 +414,11 @@ def prepared_three_times(run: Run) -> None:
     run.adamw(net)
 
 
-def with_scheduler(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5))
-
-
-def with_scheduler_of_epochs(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), every=3
-    )
-
-
-def with_warm_up(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(warm_up(run.optimizers[0]))
-
-
-def with_a_sequence(run: Run) -> None:
-    trained(run, adamw)
-    first = torch.optim.lr_scheduler.LinearLR(run.optimizers[0], total_iters=3)
-    second = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizers[0], T_max=100)
-    run.scheduler(
-        torch.optim.lr_scheduler.SequentialLR(run.optimizers[0], [first, second], milestones=[3])
-    )
-
-
-def with_a_function(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.99**epoch))
-
-
-def with_a_function_of_epochs(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: 0.9**epoch), every=5
-    )
-
-
-def with_optimizer_twice(run: Run) -> None:
-    trained(run, adamw, twice=True)
-
-
 def pairs_twice(run: Run) -> None:
     for _ in range(2):
         trained(run, adamw, twice=True)
         scheduler = torch.optim.lr_scheduler.StepLR(run.optimizers[-1], step_size=2, gamma=0.5)
         run.scheduler(scheduler, twice=True)
-
-
-def with_scheduler_twice(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.StepLR(run.optimizers[0], step_size=2, gamma=0.5), twice=True
-    )
-
-
-def at_the_end_of_a_schedule(run: Run) -> None:
-    trained(run, adamw)
-    run.scheduler(
-        torch.optim.lr_scheduler.LambdaLR(run.optimizers[0], lambda epoch: float(epoch < 4))
-    )
 
 
 def batch_norm_with_optimizer_twice(run: Run) -> None:
@@ -628,14 +447,6 @@ def named_parameters(run: Run) -> None:
     run.optimizer(adamw(model.named_parameters()))
 
 
-def rmsprop(run: Run) -> None:
-    trained(run, partial(torch.optim.RMSprop, lr=0.01))
-
-
-def adagrad(run: Run) -> None:
-    trained(run, partial(torch.optim.Adagrad, lr=0.01))
-
-
 def frozen_layer(run: Run) -> None:
     net = TwoLayer()
     net.fc1.requires_grad_(False)
@@ -656,10 +467,6 @@ def bf16(run: Run) -> None:
     model = run.doubled(net)
     run.losses.append(lambda batch: model(batch.to(torch.bfloat16)).float().pow(2).mean())
     run.adamw(net)
-
-
-def momentum(run: Run) -> None:
-    trained(run, partial(torch.optim.SGD, lr=0.01, momentum=0.9))
 
 
 def two_groups(run: Run) -> None:
@@ -685,11 +492,135 @@ def gan_in_training(run: Run) -> None:
     run.adamw(critic)
 
 
+LambdaLR, StepLR = torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.StepLR
+ConstantLR, LinearLR = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
+
+
+def sequence(optimizer: Any, first: Callable[..., Any], until: int) -> Any:
+    """Return a schedule that begins with another one."""
+    moves = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first(optimizer), moves], [until])
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the schedule of most scripts, whose function is a partial() that leaves {} in the
+    state.
+    """
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, 4, 100)
+
+
+def from_step(number: int, epoch: int) -> float:
+    """Return a learning rate that is 0 until a step."""
+    return float(epoch >= number)
+
+
+def paced(
+    begin: Script, kind: Callable[..., Any], *given: Any, every: int = 1, **options: Any
+) -> Script:
+    """Return a script that begins like another one, and has a scheduler."""
+
+    def script(run: Run) -> None:
+        begin(run)
+        run.paced(kind, *given, every=every, **options)
+
+    return script
+
+
+def of_adamw(run: Run) -> None:
+    trained(run, adamw)
+
+
+def beside_an_average(run: Run) -> None:
+    average(run, lambda step: 0.99, adamw)
+
+
+def student_and_teacher(run: Run) -> None:
+    trained(run, adamw)
+    run.model(TwoLayer())
+
+
+def student_and_teacher_with_optimizer_twice(run: Run) -> None:
+    trained(run, adamw, twice=True)
+    run.model(TwoLayer())
+
+
+def with_scheduler_twice(run: Run) -> None:
+    trained(run, adamw)
+    run.scheduler(StepLR(run.optimizers[0], step_size=2, gamma=0.5), twice=True)
+
+
+def bare_and_wrapped_without_training(run: Run) -> None:
+    net = TwoLayer().requires_grad_(False)
+    two(run, net, net)
+
+
+HALVES: dict[str, Any] = {"step_size": 2, "gamma": 0.5}
+SCRIPTS: dict[str, Script] = {
+    "empty_tensors": lambda run: two(
+        run, Parameters(torch.empty(0, 6)), Parameters(torch.empty(0, 6))
+    ),
+    "one_frozen_parameter": lambda run: two(
+        run, Parameters(torch.ones(())), Parameters(torch.ones(()))
+    ),
+    "fresh_layer_norms": lambda run: two(run, nn.LayerNorm(6), nn.LayerNorm(6)),
+    "reference_beside_its_bf16_student": lambda run: student(run, torch.bfloat16, 1e-6),
+    "reference_beside_its_slow_student": lambda run: student(run, torch.float32, 1e-12),
+    "reference_beside_a_student_that_waits": paced(
+        lambda run: student(run, torch.float32, 0.01), LambdaLR, lambda epoch: float(epoch >= 6)
+    ),
+    # Averages during a warm-up, in which the learning rate was 0.
+    "average_during_warm_up": paced(beside_an_average, LambdaLR, lambda epoch: 0.1 * (epoch > 20)),
+    "average_after_the_first_step_of_a_warm_up": paced(
+        beside_an_average, LambdaLR, lambda epoch: epoch / 20
+    ),
+    "average_after_the_first_epoch_of_a_warm_up": paced(beside_an_average, warm_up, every=3),
+    "average_until_a_delay_ends": paced(
+        beside_an_average, LambdaLR, lambda epoch: float(epoch >= 6)
+    ),
+    "average_until_a_partial_ends": paced(beside_an_average, LambdaLR, partial(from_step, 6)),
+    "average_until_a_sequence_begins": paced(
+        beside_an_average, sequence, partial(ConstantLR, factor=0, total_iters=10), 6
+    ),
+    # Other copies and averages.
+    "average_without_gradients": lambda run: average(run, lambda step: 0.0, adamw, scale=0),
+    "sgd_copy": lambda run: average(run, lambda step: 0.0, sgd),
+    "slow_average": beside_an_average,
+    # Synchronised every third step.
+    "target_network": lambda run: average(run, lambda step: 0.0 if step % 3 == 0 else 1.0, adamw),
+    "average_after_a_hard_copy": lambda run: average(
+        run, lambda step: 0.0 if step <= 3 else 0.99, adamw
+    ),
+    # A model that is prepared twice.
+    "no_optimizer_doubled": lambda run: run.doubled(TwoLayer()),
+    "sgd_doubled": lambda run: trained(run, sgd),
+    "momentum": lambda run: trained(run, partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
+    "rmsprop": lambda run: trained(run, partial(torch.optim.RMSprop, lr=0.01)),
+    "adagrad": lambda run: trained(run, partial(torch.optim.Adagrad, lr=0.01)),
+    "adamw_doubled": of_adamw,
+    "with_optimizer_twice": lambda run: trained(run, adamw, twice=True),
+    "with_scheduler": paced(of_adamw, StepLR, **HALVES),
+    "with_scheduler_of_epochs": paced(of_adamw, StepLR, **HALVES, every=3),
+    "with_warm_up": paced(of_adamw, warm_up),
+    "with_a_sequence": paced(of_adamw, sequence, partial(LinearLR, total_iters=3), 3),
+    "with_a_function": paced(of_adamw, LambdaLR, lambda epoch: 0.99**epoch),
+    "with_a_function_of_epochs": paced(of_adamw, LambdaLR, lambda epoch: 0.9**epoch, every=5),
+    "at_the_end_of_a_schedule": paced(of_adamw, LambdaLR, lambda epoch: float(epoch < 4)),
+}
+"""Scripts of a line. Every other one is a function of this module."""
+
+
+def script_of(name: str) -> Script:
+    script: Script = SCRIPTS.get(name) or globals()[name]
+    return script
+
+
 def save(job: dict[str, Any]) -> dict[str, Any]:
     """Train, and save after each step that the job names; ``resumed``: the last save is of a run
     that resumed.
     """
-    script: Callable[[Run], None] = globals()[job["script"]]
+    script = script_of(job["script"])
     run = Run(seed=1, is_corrected=False)
     script(run)
     digests: dict[str, Any] = {}
@@ -716,7 +647,7 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for checkpoint in sorted(Path(job["folder"]).glob("checkpoint-*")):
         run = Run(seed=3, is_corrected=job["is_corrected"])
-        globals()[job["script"]](run)
+        script_of(job["script"])(run)
         with torch.no_grad():
             for tensor in (each for model in run.models for each in model.state_dict().values()):
                 # The seed alone leaves layers that begin with zeros and ones as they were saved.
