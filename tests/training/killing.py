@@ -68,7 +68,6 @@ class Steps:
 def arm(steps: Steps) -> None:
     """Count from now on, in the writers of torch and safetensors, too."""
     import accelerate.utils.other as accelerate_files
-    import torch
 
     for module, name in ((torch, "save"), (accelerate_files, "safe_save_file")):
         setattr(module, name, steps.around(getattr(module, name)))
