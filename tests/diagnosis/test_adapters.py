@@ -3,6 +3,7 @@ of every kind.
 """
 
 import json
+import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from transformers import BartConfig, BartForSequenceClassification
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Resume
+from tests.benchmarks.loads import OF_PEFT
 from tests.diagnosis.builders import edit_json, verdict
 from tests.repairs.builders import RANDOM_STATES
 from tests.tiny_adapters import (
@@ -305,6 +307,31 @@ def test_a_healthy_adapter(name: str, tmp_path: Path) -> None:
     tensors = saved(tmp_path, config(), base)
     assert live(tmp_path, tensors, base) == f"{len(tensors)} of {len(tensors)}"
     assert verdict(tmp_path) == []
+
+
+OTHER_TYPES = [
+    *(
+        ("LoRA", config)
+        for config in (
+            "LoHa", "LoKr", "IA3", "AdaLoRA", "VeRA", "OFT", "BOFT", "HRA", "FourierFT", "VBLoRA",
+            "Lily", "RandLora", "norms", "prompts", "prefixes",
+        )
+    ),
+    ("IA3", "LoRA"), ("AdaLoRA", "LoRA"), ("prompts", "LoRA"), ("prompts", "a regex"),
+    ("LoHa", "all-linear"), ("VeRA", "LoKr"), ("norms", "Lily"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "config"), OTHER_TYPES)
+def test_a_config_of_another_type(weights: str, config: str, tmp_path: Path) -> None:
+    (base, of_weights), (_, of_config) = OF_PEFT[weights], OF_PEFT[config]
+    tensors = saved(tmp_path, of_weights(), base)
+    assert verdict(tmp_path) == []
+    saved(tmp_path / "other", of_config(), base)
+    (tmp_path / "other" / CONFIG).replace(tmp_path / CONFIG)
+    shutil.rmtree(tmp_path / "other")
+    assert live(tmp_path, tensors, base) in (f"0 of {len(tensors)}", "KeyError", "ValueError")
+    assert verdict(tmp_path) == [INCOMPLETE]
 
 
 def test_an_adapter_of_the_trainer_under_the_name_of_a_model(tmp_path: Path) -> None:

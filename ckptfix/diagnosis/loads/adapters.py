@@ -41,6 +41,28 @@ from ckptfix.wording import count_of, list_names, series, shortened
 _MARKS = {"LORA": "lora_", "IA3": "ia3_"}
 """Type of an adapter -> the beginning of the names of its parameters."""
 
+_KEYS = {
+    kind: re.compile(pattern)
+    for kind, pattern in (
+        ("LORA", r"\.lora_([AB]\.weight|embedding_[AB])$"),
+        ("ADALORA", r"\.lora_[ABE]$"),
+        ("IA3", r"\.ia3_"),
+        ("LOHA", r"\.hada_"),
+        ("LOKR", r"\.lokr_"),
+        ("VERA", r"\.vera_"),
+        ("OFT", r"\.oft_"),
+        ("BOFT", r"\.boft_"),
+        ("HRA", r"\.hra_"),
+        ("FOURIERFT", r"\.fourierft_"),
+        ("VBLORA", r"\.vblora_"),
+        ("LILY", r"\.lily_"),
+        ("RANDLORA", r"\.randlora_"),
+        ("LN_TUNING", r"\.ln_tuning_"),
+        *((kind, f"^{PROMPT}$") for kind in PROMPTS),
+    )
+}
+"""Type of an adapter -> what the keys of its own tensors have in them (PEFT 0.21)."""
+
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 """Alternatives for each module of a LoRA: all parameters of one of them."""
 
@@ -130,8 +152,11 @@ def judge_adapter(load: Load) -> Iterator[Told]:
         for key, expected in names.expected.items()
         if (parameter := _parameter(key, expected, load.tensors[key].shape, kind)) is not None
     ]
+    of_others = tuple(_of_another_type(load, kind, names.expected))
     if names.are_several:
         yield f"{load.path}: ranks and missing tensors of its adapters; repair it first"
+    elif of_others:
+        yield from of_others
     elif kind in PROMPTS:
         yield from _prompts(load, kind, names.expected.values())
     elif kind in _MARKS:
@@ -239,6 +264,29 @@ def _empty(load: Load, lacks: str, effect: str) -> IncompleteAdapter:
             "stage3_gather_16bit_weights_on_model_save"
         ),
     )
+
+
+def _of_another_type(load: Load, kind: str, keys: Mapping[str, str]) -> Iterator[IncompleteAdapter]:
+    """Yield the finding about an adapter without a key of the type in its config, and with keys of
+    another type. ``keys``: key -> the key that PEFT looks for.
+    """
+    if kind not in _KEYS or any(map(_KEYS[kind].search, keys.values())):
+        return
+    foreign = [
+        key
+        for key, expected in keys.items()
+        if any(pattern.search(expected) for pattern in _KEYS.values())
+    ]
+    if foreign:
+        yield IncompleteAdapter(
+            path=load.path,
+            lacks=(
+                f"{len(foreign)} of {count_of(len(load.tensors), 'tensor')} are of another type, "
+                f"such as {foreign[0]} (expected {kind}, as set by peft_type in adapter_config.json)"
+            ),
+            effect="PEFT loads none of them",
+            remedy="config and weights are of two adapters: copy both again from one save",
+        )
 
 
 def _prompts(load: Load, kind: str, keys: Iterable[str]) -> Iterator[Finding]:
