@@ -121,6 +121,8 @@ DAMAGES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str, list[tuple[s
     "fewer positions": ("GPT2LMHeadModel", {"n_positions": 32}, (), "RuntimeError", [ERROR]),
     "another hidden size": ("BertForMaskedLM", {"hidden_size": 24}, (), "RuntimeError", [ERROR]),
     "the hidden size of a former config": ("GPT2LMHeadModel", {"n_embd": 24}, (), "RuntimeError", [ERROR]),
+    "a hidden size that another tensor has": ("LlamaForCausalLM", {"hidden_size": 32}, (), "RuntimeError", [ERROR]),
+    "another size of the embedding": ("ElectraForPreTraining", {"embedding_size": 32}, (), "RuntimeError", [ERROR]),
     "a setting of another class": ("LlamaForCausalLM", {"d_model": 24}, (), "complete", []),
     "no experts": ("MixtralForCausalLM", {}, ("experts.1.",), "RuntimeError", [ERROR]),
     "an untied head": ("LlamaForCausalLM", {}, (), "RuntimeError", [ERROR]),
@@ -211,6 +213,14 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] 
         (),
     ),
     "an older version": ("LlamaForCausalLM", {}, {"transformers_version": "4.31.0"}, ()),
+    "factorized embeddings": ("AlbertForMaskedLM", {"embedding_size": 8}, {}, ()),
+    "projected embeddings": ("OPTForCausalLM", {"word_embed_proj_dim": 8}, {}, ()),
+    "embeddings of the default size": (
+        "ElectraForPreTraining",
+        {"embedding_size": 128},
+        {},
+        ("embedding_size",),
+    ),
 }
 
 
@@ -224,6 +234,25 @@ def test_healthy_twins(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({key: each for key, each in config.items() if key not in left_out}))
     assert load(tmp_path) == "complete"
     assert told(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "compared"),
+    [
+        ("LlamaForCausalLM", {}, "embedding rows and embedding columns"),
+        ("CLIPModel", {}, "experts and embedding rows"),
+        ("ElectraForPreTraining", {"embedding_size": None}, "experts and embedding rows"),
+        ("LlamaForCausalLM", {"quantization_config": {}}, "layers and experts"),
+    ],
+)
+def test_sizes_that_are_said_to_be_compared(
+    name: str, settings: dict[str, Any], compared: str, tmp_path: Path
+) -> None:
+    """The line named the hidden size of every model."""
+    saved(tmp_path, name)
+    reconfigure(tmp_path, **settings)
+    (words,) = (words for words in check(tmp_path).not_checked if "against its class" in words)
+    assert f"{compared} (keys, shapes, settings)" in words
 
 
 def test_two_configs_of_the_text(tmp_path: Path) -> None:

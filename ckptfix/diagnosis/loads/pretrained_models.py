@@ -84,10 +84,20 @@ off.
 _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
 
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
-"""Settings with the size of the hidden states. 962 classes of transformers 5.23 were built with
-other sizes: some tensor has that dimension, but in classes with configs for their parts, which may
-pass over the setting of the whole, and in three without embeddings.
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim")
+"""Settings with the size of the hidden states, which the input embedding of all other types has.
+One that the config has in vain, as of another class, is among them.
+"""
+
+_EMBEDDED = {
+    "albert": "embedding_size", "convbert": "embedding_size", "electra": "embedding_size",
+    "mobilebert": "embedding_size", "opt": "word_embed_proj_dim",
+    "rembert": "input_embedding_size", "roformer": "embedding_size",
+    "squeezebert": "embedding_size", "xlstm": "embedding_dim",
+}  # fmt: skip
+"""Model type -> the setting that its input embedding follows in place of the hidden size: those of
+transformers 5.23 whose embedding changed with it alone, of 235 types with one config. Some have a
+default that is not the hidden size.
 """
 
 _MOST_NUMBERS = 1 << 16
@@ -140,14 +150,18 @@ def judge_pretrained(load: Load) -> Iterator[Told]:
     yield from _uncertain(load, known, placed)
     if why := names.unchecked():
         yield f"{CONFIG} against the weights: {why}{asks}"
+    compared = ["layers", "experts"]
     if "quantization_config" in load.config:
         yield f"{load.path}: rows of its embeddings, because quantization packs them"
     else:
         yield from _rows(load, known, placed)
-        yield from _width(load, known, placed)
+        compared.append("embedding rows")
+        if columns := _columns(load, known, placed):
+            yield from _width(load, known, *columns)
+            compared.append("embedding columns")
     yield (
-        f"{load.path} against its class beyond prefixes, layers, experts, embedding rows and the "
-        f"hidden size (keys, shapes, settings){asks}"
+        f"{load.path} against its class beyond prefixes, {series(compared)} "
+        f"(keys, shapes, settings){asks}"
     )
 
 
@@ -370,27 +384,44 @@ def _rows(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterato
         )
 
 
-def _width(load: Load, known: Architecture, placed: Sequence[_Placed]) -> Iterator[Finding]:
-    """Yield the finding about a hidden size that no tensor has: MiniLM has the layers and tokens of
-    BERT.
+def _columns(
+    load: Load, known: Architecture, placed: Sequence[_Placed]
+) -> tuple[str, dict[str, int]] | None:
+    """Return the key of the input embedding, and the settings of which its columns follow one; None
+    where the config does not show that.
     """
-    embedding = next((key for _, pattern, key in placed if pattern == known.embedding), "")
-    widths = {
-        setting: value for setting in _WIDTHS if type(value := load.config.get(setting)) is int
-    }
-    sizes = {size for tensor in load.tensors.values() for size in tensor.shape}
+    # The input of images is no table: its columns are the numbers of a patch.
+    is_table = (known.embedding, 0) in known.rows
+    embedding = next(
+        (key for _, pattern, key in placed if pattern == known.embedding and is_table), ""
+    )
+    # A model with configs for its parts may pass over the setting of the whole.
     has_parts = any(name.endswith("_config") and value for name, value in load.config.items())
-    # Weights of no elements are not gathered. A config may have settings of other classes, too.
-    if not embedding or has_parts or not widths or 0 in sizes or sizes & {*widths.values()}:
+    names = (_EMBEDDED[known.model_type],) if known.model_type in _EMBEDDED else _WIDTHS
+    settings = {name: value for name in names if type(value := load.config.get(name)) is int}
+    # Weights of no elements are not gathered.
+    shape = load.tensors[embedding].shape if embedding else ()
+    if not settings or has_parts or not all(shape) or len(shape) != 2:
+        return None
+    return embedding, settings
+
+
+def _width(
+    load: Load, known: Architecture, embedding: str, settings: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Yield the finding about an embedding of another size: Qwen3 0.6B and 1.7B have the same
+    layers and tokens, and one has in its attention the hidden size of the other.
+    """
+    columns = load.tensors[embedding].shape[1]
+    if columns in settings.values():
         return
-    setting, value = next(iter(widths.items()))
+    setting, value = next(iter(settings.items()))
     yield _mismatch(
         load,
         known,
         setting=setting,
         value=value,
-        tensors=f"{embedding} is {list(load.tensors[embedding].shape)}, and no tensor has the "
-        "hidden size",
+        tensors=f"{columns} columns in {embedding}",
         effect="fails with 'size mismatch'",
     )
 
