@@ -111,7 +111,7 @@ def plain(value: Any) -> Any:
         return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": data}
     if isinstance(value, np.generic):
         return plain(value.item())
-    # A Struct of the script's would come back as a dictionary.
+    # A Struct of the script's would come back as a dictionary. States of generators write themselves.
     if isinstance(value, Struct) and type(value).__module__.startswith("ckptfix."):
         own = getattr(value, "as_plain", None)
         return own() if own else {name: plain(part) for name, part in asdict(value).items()}

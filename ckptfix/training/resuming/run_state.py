@@ -125,7 +125,7 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
     loaders = []
     for position in loader_positions.positions_of(accelerator):
         try:
-            loaders.append(position if isinstance(position, str) else position.as_plain())
+            loaders.append(position if isinstance(position, str) else position.described())
         except TypeError as error:
             loaders.append(f"position not recorded: {error}")
     return {

@@ -69,11 +69,11 @@ class Position(Struct):
         """The number of batches that the script has got in the pass under way."""
         return (self.fetched or 0) // self.per_batch
 
-    def as_plain(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """Return values that ``from_plain`` reads.
 
         ``save`` is written once for all loaders, but for a position of an earlier save that no pass
-        has gone on from yet.
+        has gone on from yet. A pass that was left (``left``) keeps its own, as ``plain`` writes it.
         """
         is_of_earlier = self.save is not None and not self.save.is_reached
         return {
@@ -84,7 +84,7 @@ class Position(Struct):
 
     @classmethod
     def from_plain(cls, value: Mapping[str, Any]) -> "Position":
-        """Return the position that ``as_plain`` described."""
+        """Return the position that ``described`` wrote."""
         values = from_plain(value)
         for name in ("start", "ahead", "made"):
             values[name] = None if values[name] is None else Moment.from_plain(values[name])
