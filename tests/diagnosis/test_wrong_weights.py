@@ -149,9 +149,8 @@ KNOWN = ("an optimizer", "a scheduler", "random states", "one meta tensor", "met
 
 @pytest.mark.parametrize("content", sampled(list(CONTENTS)))
 def test_a_save_state_whose_weights_no_module_loads_has_a_finding_and_is_passed_over(
-    content: str, root: Path, tmp_path: Path
+    content: str, root: Path, healthy: Path, tmp_path: Path
 ) -> None:
-    older = Path(shutil.copytree(root, tmp_path / "checkpoint_0"))
     make, words = CONTENTS[content]
     torch.save(make(torch.load(root / WEIGHTS), root), root / WEIGHTS)
     assert refusal(root)
@@ -159,6 +158,7 @@ def test_a_save_state_whose_weights_no_module_loads_has_a_finding_and_is_passed_
     code = "wrong-state" if content in KNOWN else "unknown-state"
     assert sentence.startswith(f"{code}: {WEIGHTS}: it holds {words}")
     assert sentence.endswith("(expected a model's weights)")
+    older = Path(shutil.copytree(healthy, tmp_path / "checkpoint_0"))
     with pytest.warns(UserWarning, match=r"pytorch_model.bin holds .*, not a model's weights"):
         assert latest_checkpoint(tmp_path) == older
 
