@@ -459,13 +459,6 @@ def test_long_settings_of_a_small_adapter(tmp_path: Path) -> None:
     )
 
 
-def test_several_adapters_below_one_folder(tmp_path: Path) -> None:
-    for name in ("draft", "main"):
-        lora(tmp_path / name)
-        assert verdict(tmp_path / name) == []
-    assert run(["check", "-r", str(tmp_path)]) == 0
-
-
 def test_a_module_of_modules_to_save_was_lost(tmp_path: Path) -> None:
     tensors = lora(tmp_path, modules_to_save=["lm_head"])
     write(tmp_path, without("lm_head")(tensors))

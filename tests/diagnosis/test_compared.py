@@ -15,11 +15,9 @@ from torch import nn
 from ckptfix import check, latest_checkpoint, repair, seal
 from ckptfix.checkpoint.neighbours import Neighbour, Neighbours
 from ckptfix.diagnosis import siblings
-from ckptfix.storage import stores
 from tests.checkpoint.test_second_prepare import Net, adamw, step, wrap
 from tests.diagnosis.builders import new_accelerator
 from tests.repairs.builders import save_states
-from tests.stores.servers import QUICK, upload_folder
 
 LOST = ("custom_checkpoint_0.pkl", "optimizer_1.bin", "scheduler_1.bin", "random_states_0.pkl")
 
@@ -316,21 +314,6 @@ def test_a_run_that_changed_to_deepspeed_lacks_nothing(tmp_path: Path) -> None:
     source = Path("fixtures/deepspeed-0.18.2/accelerate-zero2/checkpoint")
     shutil.copytree(source, checkpoints[1])
     assert not {"model.safetensors", "optimizer.bin"} & set(missing([checkpoints[1]])[0])
-
-
-def test_a_checkpoint_in_a_store_is_compared_by_its_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "PATIENCE", QUICK)
-    checkpoints = saved(tmp_path, [1, 1, 1])
-    (checkpoints[1] / "optimizer_1.bin").unlink()
-    url = f"memory://{os.urandom(6).hex()}/run"
-    upload_folder(checkpoints[0].parent, url)
-    assert missing(f"{url}/checkpoint_{number}" for number in range(3)) == [
-        [],
-        ["optimizer_1.bin"],
-        [],
-    ]
 
 
 def test_a_folder_above_that_may_not_be_listed_shows_nothing(

@@ -297,13 +297,6 @@ def test_a_checkpoint_given_twice_counts_once(tmp_path: Path) -> None:
     ]
 
 
-def test_all_but_the_model_is_gone(tmp_path: Path) -> None:
-    roots = numbered(tmp_path / "epoch", 2)
-    drop(roots[1], *OTHERS)
-    (words,) = incomplete(roots[1], roots)
-    assert words == f"{', '.join(OTHERS)} are missing: the neighbouring checkpoint has them"
-
-
 def test_an_export_next_to_checkpoints_is_none_of_them(tmp_path: Path) -> None:
     roots = numbered(tmp_path / "checkpoint", 2)
     final = make(tmp_path / "final", without=OTHERS)
@@ -334,12 +327,6 @@ def test_one_neighbour_with_more_processes_is_no_evidence(
     (finding,) = (one for one in every if one.code != "stale-save")
     assert (finding.code, finding.severity.value) == ("incomplete-checkpoint", "note")
     assert "ignore this if the run now has fewer processes" in finding.advice
-
-
-def test_a_killed_save_lacks_a_rank_between_two_neighbours(tmp_path: Path) -> None:
-    roots = numbered(tmp_path / "checkpoint", 3)
-    drop(roots[1], "random_states_1.pkl")
-    assert [check(root, siblings=roots).status for root in roots] == [0, 1, 0]
 
 
 def test_the_newest_may_lack_a_rank_and_certainly_lacks_its_optimizer(tmp_path: Path) -> None:

@@ -307,14 +307,6 @@ def test_a_scaler_under_another_name_is_missing(tmp_path: Path) -> None:
     assert problems(folder) == [lacks("scaler.pt", "Scaler.pt")]
 
 
-@pytest.mark.parametrize("near", ["model (1).safetensors", "Model.safetensors"])
-def test_a_model_under_another_name_alone_is_missing(small: Path, near: str) -> None:
-    (small / "model.safetensors").rename(small / near)
-    with pytest.raises(FileNotFoundError):
-        Small().accelerator.load_state(str(small))
-    assert lacks("model.safetensors", near) in problems(small)
-
-
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
 def test_a_state_under_another_name_is_missed_once(small: Path, name: str) -> None:
     """scheduler.bin implies an optimizer, and random_states_1.pkl a first process: a second warning
@@ -323,22 +315,6 @@ def test_a_state_under_another_name_is_missed_once(small: Path, name: str) -> No
     shutil.copy(small / "random_states_0.pkl", small / "random_states_1.pkl")
     (small / name).rename(small / name.capitalize())
     assert problems(small) == [lacks(name, name.capitalize())]
-
-
-@pytest.mark.parametrize(
-    ("name", "ending"),
-    [("model.safetensors", ".bak"), ("optimizer.bin", ".old"), ("scheduler.bin", ".bak")],
-)
-def test_a_file_that_was_set_aside_and_is_needed_is_missing(
-    small: Path, name: str, ending: str
-) -> None:
-    shutil.copy(small / name, small / f"{name}{ending}")
-    Small().accelerator.load_state(str(small))
-    assert problems(small) == []
-    (small / name).unlink()
-    with pytest.raises(FileNotFoundError):
-        Small().accelerator.load_state(str(small))
-    assert lacks(name, f"{name}{ending}") in problems(small)
 
 
 def test_weights_for_fsdp_in_a_run_without_it(tmp_path: Path) -> None:

@@ -66,16 +66,6 @@ def test_no_healthy_run_is_told_and_every_change_of_rates_is(make: str, tmp_path
         ]
 
 
-def test_the_file_of_the_other_save_is_named(tmp_path: Path) -> None:
-    _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
-    shutil.copy(newer / "scheduler.bin", older)
-    assert told(older, proves=False) == [
-        "scheduler.bin: learning rate 0.0015625 (expected 0.0125, as in optimizer.bin); "
-        "checkpoint_6 has the same rate"
-    ]
-    assert told(newer) == []
-
-
 def test_two_files_that_were_exchanged_between_saves_are_both_told(tmp_path: Path) -> None:
     _, older, newer = saves(tmp_path, "LambdaLR", groups=1)
     content = (older / "optimizer.bin").read_bytes()
@@ -364,16 +354,6 @@ def put(run: Path, source: str, target: str, *names: str) -> Path:
 BOTH = ("optimizer.pt", "scheduler.pt")
 
 
-def test_an_old_scheduler_in_the_newest_checkpoint_of_the_trainer_is_told_by_its_count(
-    run: Path,
-) -> None:
-    """Its rates differ, too, which a script may have set: that alone is a note."""
-    newest = put(run, "checkpoint-2", "checkpoint-6", "scheduler.pt")
-    assert told(newest) == [
-        "scheduler.pt: 2 steps (expected 6, as in trainer_state.json); it comes from checkpoint-2"
-    ]
-
-
 def test_files_of_another_checkpoint_of_the_trainer_are_told(run: Path, tmp_path: Path) -> None:
     assert [told(root) for root in sorted(run.iterdir())] == [[], [], []]
     (words,) = told(put(run, "checkpoint-2", "checkpoint-4", "optimizer.pt"))
@@ -454,8 +434,3 @@ def test_steps_that_fp16_skips_and_a_scheduler_that_made_steps_before_are_not_to
         < torch.load(tmp_path / "twice/checkpoint-4/scheduler.pt")["last_epoch"]
     )
     assert [told(root) for root in sorted((tmp_path / "twice").iterdir())] == [[], []]
-
-
-@pytest.mark.parametrize("make", ["CyclicLR", "SequentialLR before a CyclicLR", "OneCycleLR"])
-def test_a_second_schedule_with_rates_of_its_own_is_not_told(make: str, tmp_path: Path) -> None:
-    assert [told(root) for root in saves(tmp_path, make)] == [[], [], []]

@@ -74,11 +74,6 @@ def trained(root: Path, model: Any, make: Make = adamw, *, custom: tuple[Any, ..
     return optimizer
 
 
-def test_an_optimizer_that_has_not_stepped_is_healthy(tmp_path: Path) -> None:
-    model = net()
-    assert found(save(tmp_path / "checkpoint", [model], [adamw(model)])) == []
-
-
 class OtherShapes(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer that keeps states of its own shapes, like those of other libraries."""
 

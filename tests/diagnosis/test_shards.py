@@ -164,19 +164,6 @@ def test_a_lone_shard_is_not_repaired_by_itself(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_the_index_gets_the_map_of_every_shard(tmp_path: Path) -> None:
-    files = {
-        "part_a.safetensors": {"module.module.a": b"1"},
-        "part_b.safetensors": {"module.module.b": b"2"},
-    }
-    write(tmp_path, files)
-    assert repair(tmp_path).status == 0
-    assert weight_map(tmp_path) == {
-        "module.a": "part_a.safetensors",
-        "module.b": "part_b.safetensors",
-    }
-
-
 def test_shards_of_two_saves_without_an_index_are_not_joined(tmp_path: Path) -> None:
     write(tmp_path, {shard(1, 3): {"a": b"1"}, shard(2, 2): {"b": b"2"}}, index=None)
     assert set(codes(tmp_path)) == {"missing-shard"}

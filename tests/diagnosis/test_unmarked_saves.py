@@ -236,21 +236,3 @@ def test_a_store_is_looked_at_as_a_folder(tmp_path: Path, bucket: str, said: Sai
     )
     assert told(f"{bucket}/run/step-4") == [("warning", "interrupted-save", "metadata.pkl")]
     assert told(f"{bucket}/run/step-3") == []
-
-
-def test_a_file_of_a_script_in_a_store_is_no_mark(tmp_path: Path, bucket: str) -> None:
-    for number in (20, 40):
-        accelerated(tmp_path / f"checkpoint-{number}")
-    (tmp_path / "checkpoint-20/metadata.pkl").write_bytes(b"x")
-    upload_folder(tmp_path, f"{bucket}/marks")
-    assert latest_checkpoint(f"{bucket}/marks") == f"{bucket}/marks/checkpoint-40"
-    assert told(f"{bucket}/marks/checkpoint-40") == []
-
-
-def test_a_repair_says_the_same(tmp_path: Path, said: Said) -> None:
-    folders = saves(tmp_path, "speculators")
-    assert said("repair", folders[3])[0] == 0
-    (folders[3] / ".complete").unlink()
-    status, out, err = said("repair", folders[3])
-    assert status == 1
-    assert ".complete is missing (found in 3)" in out + err

@@ -460,15 +460,6 @@ def test_a_pretrained_folder_that_loads_random_weights_has_a_finding(
     assert len(told(tmp_path)) == 1
 
 
-def test_a_safetensors_file_without_a_tensor_next_to_a_config_is_found(tmp_path: Path) -> None:
-    state = pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert weights_after_load(tmp_path, state) == "random"
-    assert told(tmp_path) == [
-        "unknown-state: model.safetensors: it holds no tensors (expected a model's weights)"
-    ]
-
-
 def test_a_file_without_a_tensor_hides_intact_shards(tmp_path: Path) -> None:
     state = pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
