@@ -59,6 +59,7 @@ from ckptfix.storage.files import (
     AnyPath,
     FileReader,
     folder_entries,
+    is_file,
     is_listed,
     is_symlink,
     lexists,
@@ -235,6 +236,31 @@ def is_empty(folder: AnyPath) -> bool:
 def belongs(name: str) -> bool:
     """Return whether a DCP save leaves a file of this name."""
     return parse_dcp_name(name) is not None
+
+
+def is_metadata_renamed(folder: AnyPath) -> bool:
+    """Return whether the ``.metadata`` of a folder without one is its file ``metadata``, as some
+    download tools store it.
+    """
+    path = folder / METADATA_NAME.removeprefix(".")
+    return is_file(path) and _read_metadata(path)[0] is not None
+
+
+def lost_metadata(*, unfinished: bool, renamed: bool) -> tuple[str, str]:
+    """Return why a folder has no ``.metadata``, and the advice. ``unfinished``: it still has its
+    temporary name; ``renamed``: see ``is_metadata_renamed``.
+    """
+    older = "use an older checkpoint: only .metadata records where each chunk is"
+    if unfinished:
+        return "the save was interrupted", older
+    if renamed:
+        return "the file metadata in the folder is this file", "rename metadata to .metadata"
+    # torch writes it last. The shell's * passes over names that begin with a dot.
+    return (
+        "a copy left it out, or the save was interrupted",
+        "copy .metadata again from the source, with cp -a SRC/. DST (cp SRC/* DST skips it); if "
+        f"the source lacks it, too, {older}",
+    )
 
 
 def is_of_checkpoint(name: str) -> bool:

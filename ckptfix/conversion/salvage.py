@@ -536,6 +536,7 @@ class _Folders:
             self._copy_dcp(where, judged)
         elif judged.found is None:
             self.found.lost.append(Lost(str(where), None, judged.reason))
+            self.found.advice = self.found.advice or judged.advice
         else:
             stem = where.name or "model"
             self._models.add(

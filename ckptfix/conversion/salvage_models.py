@@ -504,7 +504,8 @@ class JudgedFolder(Brief, Struct, frozen=True, kw_only=True):
 
     ``damaged``: damaged data that a copy keeps on request. ``doubtful``: files that changed since
     they were sealed, while all tensors of the model match. ``unchecked``: whether there are items
-    without a checksum. ``unnamed``: files of a save that no item is in.
+    without a checksum. ``unnamed``: files of a save that no item is in. ``advice``: the next step
+    for a folder whose metadata cannot be used.
     """
 
     reason: str = ""
@@ -513,6 +514,7 @@ class JudgedFolder(Brief, Struct, frozen=True, kw_only=True):
     doubtful: tuple[Lost, ...] = ()
     unchecked: bool = False
     unnamed: tuple[str, ...] = ()
+    advice: str = ""
 
 
 def judge(
@@ -530,7 +532,8 @@ def judge(
     try:
         metadata = read_metadata_of(folder)
     except OperationError as error:
-        return JudgedFolder(reason=_said(error))
+        reason, _, advice = str(error).partition("; next: ")
+        return JudgedFolder(reason=reason, advice=advice)
     items = _Items(folder, metadata, progress)
     own = [where / name for name in sorted(names_in(folder)) if belongs(name)]
     of_files = sealed.files(path for path in own if (root / path).is_file())

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, OPTIMIZER_STATE, DcpFolder, rank_of
+from ckptfix.checkpoint.dcp import (
+    METADATA_UNFINISHED,
+    OPTIMIZER_STATE,
+    DcpFolder,
+    is_metadata_renamed,
+    rank_of,
+)
 from ckptfix.checkpoint.folder import Component, NameScope
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.keys import (
@@ -57,7 +63,7 @@ from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
 from ckptfix.storage.executor import each
-from ckptfix.storage.files import FileReader, absolute
+from ckptfix.storage.files import AnyPath, FileReader, absolute
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import open_reader
@@ -86,11 +92,11 @@ def diagnose_dcp_folders(case: Case) -> list[Finding]:
             )
             for one in wrapped
         ),
-        *_files(states),
+        *_files(case.folder.root, states),
     ]
 
 
-def _files(states: Iterable[DcpFolder]) -> list[Finding]:
+def _files(root: AnyPath, states: Iterable[DcpFolder]) -> list[Finding]:
     """Find the damaged files of each folder: missing, short, truncated or hostile ones."""
     findings: list[Finding] = []
     for state in states:
@@ -99,13 +105,13 @@ def _files(states: Iterable[DcpFolder]) -> list[Finding]:
         if state.problem is not None:
             findings += problem_finding(state.metadata_path, state.problem)
         elif state.metadata is None:
-            findings += _interrupted(state)
+            findings += _interrupted(root, state)
         else:
             findings += _stored(state, state.metadata)
     return findings
 
 
-def _interrupted(state: DcpFolder) -> list[Finding]:
+def _interrupted(root: AnyPath, state: DcpFolder) -> list[Finding]:
     if state.own_ranks:
         return []
     ranks = {rank for path in state.data if (rank := rank_of(path)) is not None}
@@ -113,6 +119,7 @@ def _interrupted(state: DcpFolder) -> list[Finding]:
         path=state.metadata_path,
         files=len(state.data),
         unfinished=state.path / METADATA_UNFINISHED in state.files,
+        renamed=is_metadata_renamed(root / state.path),
         over_another=False,
         ranks=tuple(sorted(ranks)),
     )

@@ -9,7 +9,13 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptfix.checkpoint.dcp import DATA_SUFFIX, METADATA_UNFINISHED, belongs
+from ckptfix.checkpoint.dcp import (
+    DATA_SUFFIX,
+    METADATA_UNFINISHED,
+    belongs,
+    is_metadata_renamed,
+    lost_metadata,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.folder_names import parse_folder_name
 from ckptfix.checkpoint.roles import Role
@@ -151,29 +157,30 @@ def read_metadata_of(folder: AnyPath) -> DcpMetadata:
     except FormatError as error:
         raise OperationError(f"{path}: {error}; next: {_check(folder)}") from error
     except FileNotFoundError:
-        raise OperationError(
-            f"{folder}: {_unfinished(_names(folder))}; next: {_check(folder)}"
-        ) from None
+        raise OperationError(f"{folder}: {_without_metadata(folder)}") from None
     except OSError as error:
         raise OperationError(f"{path}: {unreadable(path, error)}") from error
 
 
-def _unfinished(names: tuple[str, ...]) -> str:
-    """Return the problem of a folder without ``.metadata``; it is written last (``finish`` in
-    filesystem.py).
+def _without_metadata(folder: AnyPath) -> str:
+    """Return the problem of a folder without ``.metadata``, and the next step. The file is written
+    last (``finish`` in filesystem.py).
     """
+    names = _names(folder)
     data = sum(name.endswith(DATA_SUFFIX) for name in names)
     if any(name.endswith(METADATA_NAME) for name in names):
         return (
             "each rank has its own metadata "
             f"({next(n for n in names if n.endswith(METADATA_NAME))}), as after a save without "
             "collectives; ckptfix does not read such a checkpoint: load it with "
-            "torch.distributed.checkpoint"
+            f"torch.distributed.checkpoint; next: {_check(folder)}"
         )
-    state = "unfinished" if METADATA_UNFINISHED in names else "missing"
+    unfinished = METADATA_UNFINISHED in names
+    state = "unfinished" if unfinished else "missing"
+    cause, advice = lost_metadata(unfinished=unfinished, renamed=is_metadata_renamed(folder))
     return (
-        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state} (found "
-        f"{count_of(data, f'{DATA_SUFFIX} file')})"
+        f"{METADATA_NAME}, which is written last, is {state} (found "
+        f"{count_of(data, f'{DATA_SUFFIX} file')}): {cause}; next: {advice}"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from ckptfix import Keys, Policy, UsageError, check, repair
+from ckptfix import Keys, OperationError, Policy, UsageError, check, repair, salvage
 from ckptfix.diagnosis.findings.base import Finding, Resume
 from ckptfix.diagnosis.findings.damaged import TruncatedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
@@ -136,6 +136,24 @@ def test_an_interrupted_save(tmp_path: Path) -> None:
     assert "1 lower-numbered rank has none" in str(only_finding(folder))
     assert codes(own) == ["interrupted-save"]
     assert check(folder).status == 1
+
+
+def test_metadata_that_a_copy_left_out(tmp_path: Path) -> None:
+    """The shell's * skips it, and some download tools store it without its dot."""
+    folder = clean(tmp_path)
+    own = folder / MODEL
+    (own / ".metadata").rename(own / "metadata")
+    finding = only_finding(folder)
+    assert str(finding).endswith("of 2 ranks): the file metadata in the folder is this file")
+    assert finding.advice.startswith("rename metadata to .metadata")
+    with pytest.raises(OperationError, match=r"; next: rename metadata to \.metadata"):
+        salvage(own, tmp_path / "new")
+    (own / "metadata").write_bytes(b"other")
+    finding = only_finding(folder)
+    assert str(finding).endswith("): a copy left it out, or the save was interrupted")
+    assert finding.advice.startswith("copy .metadata again from the source, with cp -a SRC/. DST")
+    with pytest.raises(OperationError, match=r"; next: copy \.metadata again from the source"):
+        salvage(own, tmp_path / "new")
 
 
 def test_metadata_of_each_rank_is_not_read_and_no_damage(tmp_path: Path) -> None:

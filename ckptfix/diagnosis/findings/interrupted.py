@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from ckptfix.checkpoint.dcp import lost_metadata
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.diagnosis.findings.base import Action, Finding, Resume, Severity
@@ -138,6 +139,7 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
 
     files: int = 0
     unfinished: bool = False
+    renamed: bool = False
     over_another: bool = False
     ranks: tuple[int, ...] = ()
     leftover: bool = False
@@ -196,13 +198,12 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
         gap = max(self.ranks, default=-1) + 1 - len(self.ranks)
         have = "has" if gap == 1 else "have"
         lost = f"; {count_of(gap, 'lower-numbered rank')} {have} none" if gap > 0 else ""
-        return f"{self.path} {state} (found {data}{ranks}{lost}): the save was interrupted"
+        cause, _ = lost_metadata(unfinished=self.unfinished, renamed=self.renamed)
+        return f"{self.path} {state} (found {data}{ranks}{lost}): {cause}"
 
     @property
     def advice(self) -> str:
-        """Advice to save again or use another checkpoint: only the metadata has the places of the
-        chunks.
-        """
+        """Advice to copy what is missing again, to save again, or to use another checkpoint."""
         if self.bare:
             known = f"{self.newest}, the newest complete one"
             newest = (
@@ -230,7 +231,8 @@ class InterruptedSave(Finding, frozen=True, kw_only=True):
                 "the files may come from two saves: use another checkpoint, or delete "
                 ".metadata.tmp if you know that this one is complete"
             )
-        return "use an older checkpoint: only .metadata records where each chunk is"
+        _, advice = lost_metadata(unfinished=self.unfinished, renamed=self.renamed)
+        return advice
 
 
 class LeftoverSave(InterruptedSave, frozen=True):
