@@ -189,13 +189,15 @@ class DeepSpeedFiles(Struct, frozen=True, kw_only=True):
     models: Mapping[int, str]
     optimizers: Mapping[int, str]
 
-    def ensure_ranks(self, saved: int | None) -> None:
+    def ensure_ranks(self, saved: int | None, prefix: str | None = None) -> None:
         """Raise MissingRankError unless there is a file of every rank. ``saved``: the number of
         ranks at the save, None when unknown.
 
-        Raises OperationError for ranks too many.
+        ``prefix``: how the names of the optimizer's files begin, None unless the run saved such
+        files for sure. Raises OperationError for ranks too many.
         """
-        has_optimizers = bool(self.optimizers) or (self.by_rank and not self.is_universal)
+        is_partitioned = self.by_rank or prefix is not None
+        has_optimizers = bool(self.optimizers) or (is_partitioned and not self.is_universal)
         kinds = [(DeepSpeedPart.OPTIMIZER, self.optimizers)] if has_optimizers else []
         kinds += [(DeepSpeedPart.MODEL, self.models)] if self.by_rank else []
         for part, ranks in kinds:
@@ -212,9 +214,14 @@ class DeepSpeedFiles(Struct, frozen=True, kw_only=True):
                 raise OperationError(problem + AGAIN)
             known = parse_deepspeed_name((ranks or self.models)[min(ranks or self.models)])
             assert known is not None, "list_files accepted the name"
+            before = known.before if ranks else prefix or ""
+            name = replace(known, part=part, rank=missing[0], before=before)
+            kept = ""
+            if not ranks and not self.by_rank:
+                kept = f"; {self.models[0]} still has the weights, in the dtype of training"
             raise MissingRankError(
-                f"{problem}first missing rank: {missing[0]}; {AGAIN}",
-                path=self.folder / str(replace(known, part=part, rank=missing[0])),
+                f"{problem}first missing rank: {missing[0]}{kept}; {AGAIN}",
+                path=self.folder / str(name),
                 rank=missing[0],
                 files=max(wanted - have, 1),
             )

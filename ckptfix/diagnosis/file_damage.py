@@ -55,6 +55,7 @@ from ckptfix.storage.files import AnyPath, names_in, stat_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileIdentity, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
+from ckptfix.tensors.stored import Weights
 from ckptfix.tensors.universal import ensure_states
 from ckptfix.tensors.zero_partitions import partition_count
 from ckptfix.wording import Brief, list_names
@@ -435,7 +436,7 @@ def _whole(
     try:
         weights = deepspeed_weights(root, where, index)
         ensure_states(root, where, weights)
-        unread = (*state.unread, *_of_no_rank(root, where))
+        unread = (*state.unread, *_of_no_rank(root, where), *_without_optimizer(where, weights))
         return replace(state, tensors=len(weights.named()), unread=unread)
     except OtherKindError as error:
         words = f"{where}/ (a DeepSpeed folder), all ranks together: {_told(error, root, where)[1]}"
@@ -474,6 +475,16 @@ def _of_no_rank(root: AnyPath, where: PurePosixPath) -> Iterator[str]:
     # Those of the folder itself are listed among the files next to it.
     if others and where.parts:
         yield f"{where}/: {list_names(others)}, of no rank; zero_to_fp32 reads every *_states.pt"
+
+
+def _without_optimizer(where: PurePosixPath, weights: Weights) -> Iterator[str]:
+    """Yield in words that no optimizer was found: it may be lost, or the run saved none."""
+    if not any(name in weights.left for name in ("optimizer_state_dict", "optimizer")):
+        inside = f"{where}/: " if where.parts else ""
+        yield (
+            f"{inside}no optimizer states found; the model states do not say whether the run saved "
+            "any"
+        )
 
 
 def _told(error: OperationError, root: AnyPath, where: PurePosixPath) -> tuple[PurePosixPath, str]:

@@ -27,7 +27,7 @@ def deepspeed_weights(
 ) -> Weights:
     """Return the weights of a DeepSpeed checkpoint: the fp32 ones that the optimizer keeps.
 
-    Buffers and frozen parameters are as the model had them. Where no rank saved an optimizer, and
+    Buffers and frozen parameters are as the model had them. Where the run saved no optimizer, and
     with ``original``, the weights are in the dtype of training. Raises MissingRankError,
     OtherKindError for tensor, pipeline and expert parallel, OperationError when a tensor is
     missing, when the numbers contradict one another, and under ZeRO-3 for ``original``, as only

@@ -110,7 +110,9 @@ class ModelStates(Brief, Struct, frozen=True, kw_only=True):
     parameter. ``ranks`` and ``parallel``: numbers of processes that data and model were divided
     among. ``is_dealt``: the shapes of a group are in the order in which ``round_robin_gradients``
     dealt them to the ranks. ``has_fp32_masters``: the configuration leaves the weights that the
-    optimizer updates in fp32; False where unknown. ``left``: its other contents. ``saved_rank``:
+    optimizer updates in fp32; False where unknown. ``optimizer_prefix``: how the names of the
+    optimizer's files begin, None unless every save of this configuration has such files.
+    ``left``: its other contents. ``saved_rank``:
     the rank in the name that the file was saved under. ``checksums``: record of a storage -> its
     CRC-32.
     """
@@ -130,6 +132,7 @@ class ModelStates(Brief, Struct, frozen=True, kw_only=True):
     parallel: int | None
     is_dealt: bool
     has_fp32_masters: bool
+    optimizer_prefix: str | None
     left: tuple[str, ...]
     saved_rank: int | None
     checksums: Mapping[Piece, int]
@@ -243,6 +246,7 @@ def _model_states(path: AnyPath, file: TorchFile) -> ModelStates:
         parallel=_count(child(root, "mp_world_size")),
         is_dealt=_is_dealt(child(root, "ds_config")),
         has_fp32_masters=_has_fp32_masters(child(root, "ds_config")),
+        optimizer_prefix=None if groups is None else _optimizer_prefix(child(root, "ds_config")),
         left=tuple(
             key.value
             for key, value in pairs(root)
@@ -421,6 +425,18 @@ def _has_fp32_masters(config: object) -> bool:
     return is_dict_like(config) and not any(value not in (None, False) for value in lower)
 
 
+def _optimizer_prefix(config: object) -> str | None:
+    """Return how the names of the optimizer's files begin (``ModelStates``)."""
+    stage = child(child(config, "zero_optimization"), "stage")
+    # DeepSpeed 0.18.2 gives bf16 with this dtype an optimizer of fp16 under ZeRO-1, which saves no
+    # states.
+    accumulates = child(child(config, "data_types"), "grad_accum_dtype")
+    if stage not in (1, 2, 3) or (stage == 1 and accumulates is not None):
+        return None
+    is_bf16 = any(child(child(config, key), "enabled") is True for key in ("bf16", "bfloat16"))
+    return "bf16_" if is_bf16 else ""
+
+
 def _groups(node: object, kinds: Collection[str]) -> Iterator[Shapes]:
     visits = Visits()
     for group in items_of(node):
@@ -497,7 +513,7 @@ def ensure_one_save(
         return  # the parameters themselves are in no file of a rank
     # Loads take the number of ranks and the stage of all files from the first.
     said = [one.ranks for one in optimizers if one.ranks is not None]
-    files.ensure_ranks(said[0] if said else models[0].ranks)
+    files.ensure_ranks(said[0] if said else models[0].ranks, models[0].optimizer_prefix)
     names = [parse_deepspeed_name(one.path.name) for one in optimizers[:1]]
     # The name has had "_" before "optim_states" since DeepSpeed 0.3.14, and every file its number
     # of ranks since 0.3.0.
@@ -539,8 +555,9 @@ def ensure_one_save(
                 f"{one.path}: its partitions are {dtypes[0]}, but the run kept its trained weights "
                 f"in F32; {AGAIN}"
             )
-    _ensure_order(models[0], optimizers)
-    _ensure_shapes(models[0], optimizers)
+    if optimizers:
+        _ensure_order(models[0], optimizers)
+        _ensure_shapes(models[0], optimizers)
 
 
 def _ensure_order(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> None:

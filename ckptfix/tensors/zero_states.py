@@ -92,6 +92,7 @@ def zero_optimizer(root: AnyPath, where: PurePosixPath, index: int) -> Optimizer
                 "states, where ckptfix does not read it; next: save with ZeRO-1, which has the "
                 "same optimizer"
             )
+        ensure_one_save(files, models, ())
         return None
     ranks = [
         read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())

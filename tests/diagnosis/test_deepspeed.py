@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix import Keys, Policy, check, repair, salvage, seal
+from ckptfix.checkpoint.deepspeed_files import MissingRankError
 from ckptfix.conversion.migrate import migrate
 from ckptfix.diagnosis.target import find_checkpoints
 from ckptfix.errors import OperationError
@@ -31,6 +32,7 @@ from tests.tensors.zero_making import make_zero
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed-0.18.2"
 SAVED = ["accelerate-zero2", "accelerate-zero3"]
+NO_OPTIMIZER = "no optimizer states found; the model states do not say whether the run saved any"
 SECOND_RANK = "pytorch_model/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
@@ -132,7 +134,8 @@ def test_a_healthy_folder_has_no_finding(name: str) -> None:
         assert codes(path, data=True) == []
     report = check(root)
     (state,) = report.deepspeed
-    assert (str(state.path), state.tensors, state.unread) == ("pytorch_model", 14, ())
+    unread = (f"pytorch_model/: {NO_OPTIMIZER}",) if name == "zero1-no-masters" else ()
+    assert (str(state.path), state.tensors, state.unread) == ("pytorch_model", 14, unread)
     assert state.size == sum(path.stat().st_size for path in (root / "pytorch_model").iterdir())
     assert not any(
         "not looked into" in words or "next to it" in words for words in report.not_checked
@@ -172,6 +175,34 @@ def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
     receipt = salvage(saved, tmp_path / "new")
     assert receipt.status == 1
     assert [one.file for one in receipt.lost] == [SECOND_RANK]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_optimizer_states_that_are_missing(name: str, tmp_path: Path) -> None:
+    """Such as those that ``rsync --exclude '*optim*'`` leaves out."""
+    root = Path(shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / "saved"))
+    lost = sorted(root.glob("*/*_optim_states.pt"))
+    for path in lost:
+        path.unlink()
+    report = check(root)
+    assert [(one.code, str(one.path)) for one in report.findings] == [
+        ("missing-rank", str(path.relative_to(root))) for path in lost[:1]
+    ]
+    assert repair(root).steps == ()
+    # Without ZeRO, they are in the model states.
+    is_unknown = not lost and name != "zero0"
+    assert is_unknown == any(words.endswith(NO_OPTIMIZER) for words in report.not_checked)
+    if lost:
+        assert f"0 files of optimizer states (expected {len(lost)}, one per rank)" in str(
+            report.findings[0]
+        )
+        for state in ("weights", "all"):
+            with pytest.raises(MissingRankError, match="0 files of optimizer states"):
+                migrate(root, tmp_path / "new", to="ddp" if state == "all" else "bin", state=state)
+    if lost and "zero3" not in name:
+        # The weights in the dtype of training are complete.
+        (file,) = root.glob("*/mp_rank_00_model_states.pt")
+        assert migrate(file, tmp_path / "trained", to="safetensors").verified
 
 
 def test_a_file_that_was_cut(saved: Path, tmp_path: Path) -> None:
@@ -277,6 +308,20 @@ def test_universal_checkpoints(universal: Path) -> None:
     (universal / "pytorch_model" / "zero" / "optimizer_state.pt").unlink()
     (finding,) = check(universal).findings
     assert str(finding.path) == "pytorch_model/zero/optimizer_state.pt"
+
+
+def test_a_universal_checkpoint_of_a_run_that_dealt_parameters(universal: Path) -> None:
+    (path,) = universal.glob("*/*_model_states.pt")
+    states = torch.load(path, weights_only=False)
+    frozen = {"still.weight": torch.ones(2)}
+    states["module"] |= frozen
+    states["frozen_param_shapes"] = {"still.weight": torch.Size([2])}
+    states["frozen_param_fragments"] = frozen
+    states["ds_config"] = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    torch.save(states, path)
+    report = check(universal)
+    assert report.findings == ()
+    assert not any(words.endswith(NO_OPTIMIZER) for words in report.not_checked)
 
 
 def test_bytes_of_a_universal_checkpoint_that_changed(universal: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix import check
+from ckptfix.checkpoint.deepspeed_files import MissingRankError
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import OpenFiles
@@ -227,10 +228,14 @@ def test_a_rank_too_many_is_an_error(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", ["zero2"], indirect=True)
-def test_no_optimizer_at_all_leaves_the_weights_of_training(copied: Path) -> None:
+def test_weights_without_their_masters_are_not_taken_for_them(copied: Path) -> None:
     for path in (copied / "pytorch_model").glob("*_optim_states.pt"):
         path.unlink()
-    assert run_digests(the_weights(copied)) == recorded("zero2")["original"]
+    with pytest.raises(
+        MissingRankError,
+        match=r"0 files of .*; mp_rank_00_model_states.pt still has the weights, in the dtype.*; next",
+    ):
+        open_checkpoint(copied)
 
 
 REFUSED = [
