@@ -4,7 +4,7 @@ Nothing of object stores is imported before the first URL comes.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.storage.files import AnyPath, Openable, StorePath, is_url, local_path
 
 _P = ParamSpec("_P")
@@ -58,6 +58,8 @@ def takes_urls(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Let a verb take URLs for these parameters, which are its first ones or keywords; lists may
     hold some. It gets them opened by ``open_files``.
+
+    A file in one of these places that is gone when the verb opens it raises ChangedError.
     """
 
     def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -72,7 +74,17 @@ def takes_urls(
                     name: _placed(given, stack, complete) if name in names else given
                     for name, given in kwargs.items()
                 }
-                return verb(*places, **words)
+                try:
+                    return verb(*places, **words)
+                except FileNotFoundError as error:
+                    folders = (*places[: len(names)], *(words.get(name) for name in names))
+                    if _is_gone(error.filename, folders):
+                        raise ChangedError(
+                            f"{error.filename} disappeared: another process changes its folder; "
+                            "next: wait until that process has ended, then run the same command "
+                            "again"
+                        ) from error
+                    raise
 
         return opening
 
@@ -84,6 +96,21 @@ def _placed(given: Any, stack: ExitStack, complete: bool) -> Any:
     if isinstance(given, list | tuple):
         return [_placed(each, stack, complete) for each in given]
     return stack.enter_context(open_files(given, complete=complete)) if is_url(given) else given
+
+
+def _is_gone(missing: Any, folders: Iterable[Any]) -> bool:
+    """Return whether a missing file was in one of these folders. A link to nothing is damage, and a
+    file that exists again was renamed meanwhile.
+    """
+    return (
+        isinstance(missing, str | Path)
+        and not os.path.islink(missing)
+        and any(
+            Path(os.path.abspath(missing)).is_relative_to(os.path.abspath(folder))
+            for folder in folders
+            if isinstance(folder, str | Path)
+        )
+    )
 
 
 @contextmanager
