@@ -91,6 +91,23 @@ def in_8_bits(key: str, weight: torch.Tensor) -> Tensors:
     }
 
 
+def compressed(key: str, weight: torch.Tensor) -> Tensors:
+    return {
+        f"{key}_packed": torch.ones(len(weight), weight.shape[1] // 8, dtype=torch.int32),
+        f"{key}_scale": torch.ones(len(weight), 1),
+        f"{key}_shape": torch.tensor(weight.shape),
+    }
+
+
+def in_hqq(key: str, weight: torch.Tensor) -> Tensors:
+    stem = key.removesuffix("weight")
+    return {
+        f"{stem}W_q": torch.ones(weight.numel() // 128, 64, dtype=torch.uint8),
+        f"{stem}scale": torch.ones(weight.numel() // 64, 1),
+        f"{stem}zero": torch.ones(weight.numel() // 64, 1),
+    }
+
+
 def in_mxfp4(tensors: Tensors) -> Tensors:
     new: Tensors = {}
     for key, each in tensors.items():
@@ -112,6 +129,8 @@ FORMATS: dict[str, tuple[Mapping[str, Any], Callable[[Tensors], Tensors]]] = {
     "bnb 8": (BITS[8], projections(in_8_bits)),
     "gptq": (GPTQ, projections(packed)),
     "awq": (AWQ, projections(packed)),
+    "compressed-tensors": ({"quant_method": "compressed-tensors"}, projections(compressed)),
+    "hqq": ({"quant_method": "hqq"}, projections(in_hqq)),
 }
 
 
@@ -154,6 +173,8 @@ UNNAMED = {
     "bnb 8": ("0 random, 28 unused", "uses the 8-bit numbers as weights"),
     "gptq": ("14 random, 42 unused", "leaves these layers random"),
     "awq": ("14 random, 42 unused", "leaves these layers random"),
+    "compressed-tensors": ("14 random, 42 unused", "leaves these layers random"),
+    "hqq": ("14 random, 42 unused", "leaves these layers random"),
 }
 
 
@@ -168,6 +189,25 @@ def test_quantized_weights_under_a_config_that_names_no_method(name: str, tmp_pa
     # A script that quantizes its model may keep the config of its base next to a save_state.
     (root / "random_states_0.pkl").write_bytes(RANDOM_STATES)
     assert [severity for severity, _ in verdicts(root)] == ["note"]
+
+
+@pytest.mark.parametrize("config", ["", "quantize_config.json"])
+@pytest.mark.parametrize("end", [".weight._data", ".weight"])
+def test_what_may_be_quantized_by_another_method_is_not_checked(
+    end: str, config: str, tmp_path: Path
+) -> None:
+    """Such as by quanto and EETQ; a mere cast to fp8 loads."""
+    root = model(tmp_path, "gptq", configured=False, quantized=False)
+    if config:
+        (root / config).write_text("{}")
+    key = "model.layers.0.mlp.up_proj.weight"
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        tensors = tensors_of(root)
+        tensors[key.removesuffix(".weight") + end] = tensors[key].to(dtype)
+        write(root, tensors)
+        words = "'model.layers.0.mlp.up_proj" + end + "', and config.json names no method"
+        is_listed = any(said.endswith(words) for said in check(root).not_checked)
+        assert is_listed == (dtype is torch.int8)
 
 
 PLAIN = {
@@ -186,7 +226,8 @@ def test_weights_in_the_format_of_another_method_than_that_of_the_config(
 ) -> None:
     """Keys of gptq and awq do not differ. The reader of fp8 alone needs no other library."""
     alike = {"gptq", "awq"}
-    for name, (settings, _) in FORMATS.items():
+    for name in PLAIN:
+        settings, _ = FORMATS[name]
         if name == weights or {name, weights} <= alike or "mxfp4" in (name, weights):
             continue
         root = model(tmp_path / name, weights, configured=False, quantized=True)

@@ -12,6 +12,7 @@ are loaded, and plain weights are not quantized then:
 | gptq, awq | both look for ``qweight`` alone | both leave the layers random |
 | fp8 | 5.23 on a GPU leaves the scales random, on a CPU it loads them | 5.23 takes weights without their scales |
 | mxfp4 | 5.23 loads them; 4.57 fails with a KeyError | both leave the experts random |
+| compressed-tensors, hqq | not judged | 5.23 leaves the layers random |
 
 A quantized weight without one of its parts (``SCB``, ``absmax``) fails in the load, or in the first
 forward. A ``quant_method`` that transformers does not know is skipped, and others have formats that
@@ -34,6 +35,7 @@ from ckptfix.diagnosis.findings.config_faults import (
     UnnamedMethod,
 )
 from ckptfix.formats.tensor import TensorInfo
+from ckptfix.wording import count_of
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -43,8 +45,8 @@ class _Format(NamedTuple):
     contradiction.
 
     ``method``: in words. ``has``: returns whether a key is in the format. ``key``: an example.
-    ``of_plain``: of a load of plain weights under a config that names the method, ``kind``: the
-    finding. ``of_unnamed``: of a load of weights in this format under a config without any.
+    ``of_plain``: of a load of plain weights under a config that names the method, "" where that is
+    not judged, ``kind``: the finding. ``of_unnamed``: of a load of weights in this format under a config without any.
     ``parts``: ends of the keys of one weight, none where not all are known.
     """
 
@@ -81,9 +83,13 @@ def _is_block(key: str, tensors: Tensors) -> bool:
     return key.endswith("_blocks") and f"{key.removesuffix('_blocks')}_scales" in tensors
 
 
+def _is_compressed(key: str, tensors: Tensors) -> bool:
+    return key.endswith(".weight_packed") and f"{key.removesuffix('_packed')}_scale" in tensors
+
+
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
 
-_FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
+_FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4, _COMPRESSED, _HQQ = (
     _Format(
         "bitsandbytes with 4 bits",
         _ends(r"\.quant_state\.bitsandbytes__(nf4|fp4)$"),
@@ -140,6 +146,23 @@ _FOUR, _EIGHT, _GPTQ, _AWQ, _FP8, _MXFP4 = (
         "transformers leaves the experts random",
         ("_blocks", "_scales"),
     ),
+    _Format(
+        "compressed-tensors",
+        _is_compressed,
+        "model.layers.0.mlp.up_proj.weight_packed",
+        # Its config may name a format in which weights are plain (dense).
+        "",
+        QuantizationMismatch,
+        "transformers leaves these layers random",
+    ),
+    _Format(
+        "hqq or sinq",
+        _ends(r"\.W_q$"),
+        "model.layers.0.mlp.up_proj.W_q",
+        "",
+        QuantizationMismatch,
+        "transformers leaves these layers random",
+    ),
 )
 
 _BY_METHOD = {"gptq": _GPTQ, "awq": _AWQ, "fp8": _FP8, "mxfp4": _MXFP4}
@@ -150,8 +173,12 @@ _UNNAMED = {
     "gptq or awq": _GPTQ,
     "fp8": _FP8,
     "mxfp4": _MXFP4,
+    _COMPRESSED.method: _COMPRESSED,
+    _HQQ.method: _HQQ,
 }
-"""Format in words -> that format. Keys of gptq and awq do not differ."""
+"""Format in words -> that format. Keys of gptq and awq do not differ, nor do those of hqq
+and sinq.
+"""
 
 _OTHER_CONFIGS = ("quantize_config.json", "hf_quant_config.json")
 """Configs that the loaders of AutoGPTQ, vLLM and modelopt read in place of ``quantization_config``.
@@ -280,11 +307,10 @@ def _settings(config: Mapping[str, Any]) -> Any:
     return None
 
 
-def _of_unnamed(load: Load) -> Iterator[QuantizationMismatch]:
+def _of_unnamed(load: Load) -> Iterator[QuantizationMismatch | str]:
     """Yield the verdict on weights under a config without quantization."""
-    if any(name in load.configs for name in _OTHER_CONFIGS):
-        return
-    for words, known in _UNNAMED.items():
+    formats = {} if any(name in load.configs for name in _OTHER_CONFIGS) else _UNNAMED
+    for words, known in formats.items():
         keys = [key for key in load.tensors if known.has(key, load.tensors)]
         if keys:
             # The script of a save_state may quantize its model, and keep a config of its base next
@@ -298,10 +324,21 @@ def _of_unnamed(load: Load) -> Iterator[QuantizationMismatch]:
                 effect=known.of_unnamed,
             )
             return
+    # A cast to fp8 alone has no scales, and loads.
+    doubtful = [
+        key
+        for key, tensor in load.tensors.items()
+        if _may_be_quantized(key, load.tensors) and not tensor.dtype.startswith("F8_E")
+    ]
+    if doubtful:
+        yield (
+            f"{load.path} against its quantization: {count_of(len(doubtful), 'tensor')} may be "
+            f"quantized, such as {doubtful[0]!r:.200}, and config.json names no method"
+        )
 
 
 _QUANTIZED = re.compile(
-    r"\.(qweight|qzeros|SCB|weight_packed)$|bitsandbytes__|[._](weight_scale|weight_scale_inv|qscale_weight|absmax)$"
+    r"\.(qweight|qzeros|SCB|weight_packed|W_q)$|bitsandbytes__|[._](weight_scale|weight_scale_inv|qscale_weight|absmax)$"
     r"|_(blocks|scales)$"
 )
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "BOOL", "C64", "C128")
