@@ -421,10 +421,13 @@ def copied_state(name: str) -> FileName | None:
     plain = NUMBER_ALONE.sub("", without_marks(name))
     if plain.endswith(".safetensors"):
         plain = plain.removeprefix("pytorch_")
-    meant = parse_file_name(plain)
-    if meant is None or meant.role is Role.UNKNOWN:
-        return None
-    return meant if meant.is_state_file and not meant.is_of_trainer else None
+    # A copy may lose its suffix, and each stem has one suffix alone.
+    suffixes = ("",) if "." in plain else (".safetensors", ".bin", ".pkl", ".pt")
+    for meant in filter(None, (parse_file_name(plain + suffix) for suffix in suffixes)):
+        is_known = meant.role is not Role.UNKNOWN and meant.is_state_file
+        if is_known and not meant.is_of_trainer:
+            return meant
+    return None
 
 
 def names_weights(name: str) -> bool:

@@ -483,7 +483,9 @@ def _damage(
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
         parsed = parse_folder_name(name)
-        if parsed is None or (checkpoint / name / METADATA_NAME).exists():
+        if parsed is None or not (checkpoint / name).is_dir():
+            continue
+        if (checkpoint / name / METADATA_NAME).exists():
             continue
         # A repair leaves the folder of a duplicate empty.
         if parsed.index == 0 or not is_empty(checkpoint / name):

@@ -99,6 +99,7 @@ def _nearly(name: str) -> list[str]:
         name.capitalize(),
         f"{stem}.{suffix.upper()}",
         f"{stem} .{suffix}",
+        stem,
         *(f"{name}{end}" for end in (" ", ".1", "~", ".bak", ".old", ".orig")),
         *(f"{stem}{end}.{suffix}" for end in (" (1)", "_old", "-backup", " - Copy (2)")),
     ]
@@ -169,6 +170,7 @@ _HARMLESS: dict[str, Change] = {
     "other random states": _copied("random_states_0.pkl", "random_states_00.pkl"),
     "a custom object in capitals": _copied("custom_checkpoint_0.pkl", "CUSTOM_CHECKPOINT_0.PKL"),
     "a folder of plots": lambda folder: (folder / "model_1").mkdir(),
+    "notes without a suffix": lambda folder: (folder / "optimizer_1").write_text("x"),
     "notes": lambda folder: (folder / "optimizer_1.txt").write_text("x"),
 }
 
@@ -178,6 +180,8 @@ def test_a_file_that_loads_do_not_need_is_no_finding(folder: Path, name: str) ->
     _HARMLESS[name](folder)
     assert is_loaded(folder)
     assert problems(folder) == []
+    run = folder.rename(folder.parent / "checkpoint_1").parent
+    assert latest_checkpoint(run) == run / "checkpoint_1"
 
 
 @pytest.mark.parametrize("number", ["00", "01", "002"])
