@@ -93,6 +93,9 @@ def deepspeed_below(
         if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
             yield 0, latest
             return
+    # Next to checkpoints of accelerate it is the folder of a run.
+    if any(str(name).startswith(("checkpoint_", "checkpoint-")) for name in names):
+        return
     steps = [name for name in names if STEP.fullmatch(str(name)) and _is_deepspeed(root / name)]
     if steps:
         yield 0, _newest(steps)

@@ -160,7 +160,12 @@ def _judged(
         return
 
     models = _without_averages(pair)
-    moments = _trained(models, saved)
+    # Weights in objects of the script, or in a part of a storage, have no shape here: their moments
+    # would count as those of frozen weights with the same shape.
+    are_counted = not any(piece.shape is None for piece in models) and not any(
+        file.role is Role.CUSTOM and file.tensors for file in folder.components
+    )
+    moments = _trained(models, saved) if are_counted else {}
     if steps is not None and not same_weights and steps.lowest_rate != 0:
         old = list(_old_weights(pair, models, moments, list(saved_optimizers(there, ()))))
         dtypes = dtypes_of([piece for piece in models if piece.path in old])

@@ -364,7 +364,9 @@ def with_warm_up_from_a_save_before_it(output: Path) -> Path:
 
 def with_a_registered_head(output: Path) -> Path:
     """Train a head outside of the prepared model, which is frozen."""
-    encoder, head = torch.nn.Linear(32, 32).requires_grad_(False), torch.nn.Linear(32, 2)
+    encoder = torch.nn.Linear(32, 32).requires_grad_(False)
+    # Its first layer has the shape of the encoder.
+    head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
     optimizer = adam(head)
     for number in range(1, 4):
         head(encoder(torch.rand(4, 32))).sum().backward()

@@ -214,6 +214,7 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] 
     ),
     "an older version": ("LlamaForCausalLM", {}, {"transformers_version": "4.31.0"}, ()),
     "factorized embeddings": ("AlbertForMaskedLM", {"embedding_size": 8}, {}, ()),
+    "embeddings of a size of their own": ("DebertaV2ForMaskedLM", {"embedding_size": 8}, {}, ()),
     "projected embeddings": ("OPTForCausalLM", {"word_embed_proj_dim": 8}, {}, ()),
     "embeddings of the default size": (
         "ElectraForPreTraining",

@@ -591,3 +591,8 @@ def test_an_optimizer_with_states_of_its_own_kind_costs_no_run_state(tmp_path: P
         warnings.simplefilter("error")
         accelerator.save_state(str(tmp_path / "c"))
     assert (tmp_path / "c" / run_state_name(0)).exists()
+
+
+def test_a_sparse_tensor_of_the_script_has_a_size() -> None:
+    """Asked for its nbytes, it raises RuntimeError, and no run state was saved."""
+    assert run_state._size({"noise": torch.eye(4).to_sparse()}) == 16 * 4 + 8

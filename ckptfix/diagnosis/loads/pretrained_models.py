@@ -85,7 +85,7 @@ _Placed = tuple[str, str, str]
 """A key of the class, its pattern in the table, and the key of the file."""
 
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim")
-"""Settings with the size of the hidden states, which the input embedding of all other types has.
+"""Settings with the size of the hidden states, which the input embedding of most other types has.
 One that the config has in vain, as of another class, is among them.
 """
 
@@ -413,7 +413,8 @@ def _width(
     layers and tokens, and one has in its attention the hidden size of the other.
     """
     columns = load.tensors[embedding].shape[1]
-    if columns in settings.values():
+    # DeBERTa has it in place of the hidden size where a config sets it.
+    if columns in (*settings.values(), load.config.get("embedding_size")):
         return
     setting, value = next(iter(settings.items()))
     yield _mismatch(

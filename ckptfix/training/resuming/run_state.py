@@ -294,6 +294,9 @@ def _size(state: Any) -> int:
 
 
 def _size_of_leaf(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        # Sparse tensors have no nbytes.
+        return int(value.numel() * value.element_size())
     if isinstance(value, str | bytes):
         return len(value)
     return int(getattr(value, "nbytes", 8))
