@@ -456,5 +456,5 @@ def _unchecked_lines(items: Sequence[Item], *, names_all: bool = False) -> Itera
         what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
         if names_all and len(same) > 1:
             what += f" ({list_names(item.name for item in same)})"
-        each = "each " if len(same) > 1 and reason.startswith("is ") else ""
+        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
         yield unchecked_line(f"{what}: {each}{reason if each else after_colon(reason)}")
