@@ -371,8 +371,8 @@ class Evidence:
             if one.problem is not None and not is_unreadable(one):
                 yield f"the step count of {one.path} cannot be read"
         untrained = (
-            "no optimizer proves that the steps moved the model (their learning rate may have been 0), "
-            "and until then a copy or an average has the same values"
+            "no optimizer proves that the steps moved the model: at a learning rate of 0 they do "
+            "not, and a copy or an average stays equal to it"
         )
         is_trained = any(map(is_unreadable, optimizers)) or self._is_trained(original, remaining)
         if is_trained is None:

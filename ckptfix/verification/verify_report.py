@@ -118,9 +118,9 @@ class Item(Serialized, Struct, frozen=True):
     """The verdict on one file or tensor.
 
     ``name``: the relative path, or the name of the tensor. ``where``: the file that holds it, or
-    held it. ``change``: what happened to it, None where it matches
-    and where nothing is known. ``text``: the sentence, "" for a match. ``other``: the file that it
-    is now or was swapped with, or that holds what it is now, "" when there is none.
+    held it. ``change``: what happened to it, None where it matches and where nothing is known.
+    ``text``: the sentence, "" for a match. ``other``: the file that it is now or was swapped with,
+    or that holds what it is now, "" when there is none.
     """
 
     json_keys: ClassVar = "kind name file=where outcome change message=text other"
@@ -214,10 +214,10 @@ class VerifyReport(Printable, Serialized, Struct, frozen=True, kw_only=True):
     ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``crossed``: models
     in each other's place, in words, "" when none do. ``not_checked``: in words. ``unfinished``:
     what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
-    ``no_digest``: why no digest was compared, and what to
-    type, "" when one was. ``statements``: what was compared with instead of the manifest,
-    ``again``: the command that does it again. ``notes``: what that passes over, in words. ``hub``:
-    the download that it was compared with where there is no manifest.
+    ``no_digest``: why no digest was compared, and what to type, "" when one was. ``statements``:
+    what was compared with instead of the manifest, ``again``: the command that does it again.
+    ``notes``: what that passes over, in words. ``hub``: the download that it was compared with
+    where there is no manifest.
     """
 
     json_keys: ClassVar = (

@@ -26,8 +26,8 @@ class StaleSave(Finding, frozen=True, kw_only=True):
     action = Action.TELL
     meaning = (
         "a checkpoint has the weights or the optimizer of another checkpoint, although the step "
-        "count differs: the save wrote old bytes. The finding is a note if nothing else differs, "
-        "as in a copy"
+        "count differs: the save wrote old bytes. The finding is a note if the step count does not "
+        "differ either, as in a copy"
     )
 
     save: str
